@@ -61,13 +61,14 @@ _MINOR_TO_MAJOR = re.compile(r"\]\{([\d,]+)")  # in an array's type
 _NAMING = 'custom_call_target="ConcatBitcast"'  # slices that came beside each other into a TPU's own memory, as one
 _HOST_SPACE = "S(5)"  # in the layouts of arrays in the host's memory
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+_NO_TRAFFIC = -1e18  # bytes that a matmul does not read and write: more than any does
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is written into the first, in place
 
 
 class Machine(Protocol):
     """The parts of a cost model that a timeline uses."""
 
-    def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str) -> Any: ...
+    def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str, *, beside_bytes: float = 0.0) -> Any: ...
 
     def hbm_s(self, nbytes: int) -> Any: ...
 
@@ -408,10 +409,12 @@ class _Walk:
         found = [matmul for _, matmul in multiplying(self.module, computation, instruction)]
         if found:
             self.flops += sum(2.0 * batch * m * n * k for batch, m, n, k, _ in found)
-            matmul_s = sum(float(self.machine.matmul_s(*matmul)) for matmul in found)
-            # What is fused behind a matmul reads and writes, too: XLA:TPU fuses whole optimizer updates into one.
-            fused = instruction.opcode.startswith("fusion")
-            return max(matmul_s, self._traffic_s(computation, instruction)) if fused else matmul_s
+            if not instruction.opcode.startswith("fusion"):
+                return sum(float(self.machine.matmul_s(*matmul)) for matmul in found)
+            # What is fused with a matmul reads and writes, too: XLA:TPU fuses whole optimizer updates into one. And it
+            # may read less than the operands, or write less than the product: one that is cast.
+            matmul_s = sum(float(self.machine.matmul_s(*matmul, beside_bytes=_NO_TRAFFIC)) for matmul in found)
+            return max(matmul_s, self._traffic_s(computation, instruction))
         self.uncounted.update(uncounted(self.module, instruction))
         if opcode == "custom-call" and (not instruction.operands or _NAMING in instruction.attributes):
             return 0.0  # a buffer is allocated, nothing moves
@@ -495,6 +498,13 @@ def _seen_through(body: Computation, instruction: Instruction) -> Instruction:
     return instruction
 
 
+def _renamed(body: Computation, instruction: Instruction) -> str:
+    """What an instruction gives another shape."""
+    while instruction.opcode == "bitcast":
+        instruction = body[instruction.operands[0]]
+    return instruction.name
+
+
 def _turns(body: Computation, instruction: Instruction) -> bool:
     """Whether an instruction is a transpose after which elements lie in another order."""
     if instruction.opcode != "transpose":
@@ -542,7 +552,8 @@ def _drawn(module: Module, body: Computation, name: str) -> int | None:
 def _readers(module: Module, body: Computation, name: str) -> list[tuple[Computation, Instruction, bool]]:
     """The readers of a value, or of another shape of its bytes: where they are, and whether it is their first operand.
 
-    For a fusion inside the fusion, its inner readers count. Collectives and the result's tuple only pass it on.
+    For a fusion inside the fusion, its inner readers count, or those of its result if that is the value in another
+    shape. Collectives and the result's tuple only pass it on.
     """
     names, found = [name], list[tuple[Computation, Instruction, bool]]()
     for known in names:
@@ -551,9 +562,11 @@ def _readers(module: Module, body: Computation, name: str) -> list[tuple[Computa
                 names.append(user.name)
             elif user.opcode == "fusion":
                 inner = module[user.calls[0]]
-                for number, operand in enumerate(user.operands):
-                    if operand == known:
-                        found += _readers(module, inner, inner.parameters[number].name)
+                for parameter in (inner.parameters[n].name for n, name in enumerate(user.operands) if name == known):
+                    if _renamed(inner, inner.root) == parameter:
+                        names.append(user.name)
+                    else:
+                        found += _readers(module, inner, parameter)
             elif user.opcode != "tuple" and not communicates(user):
                 found.append((body, user, user.operands[0] == known))
     return found

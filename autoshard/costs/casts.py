@@ -102,6 +102,16 @@ def multiplied(graph: Graph) -> dict[int, Multiplied]:
     }
 
 
+def lies_cast(graph: Graph, cast: Mapping[int, Multiplied], value: int) -> bool:
+    """Whether a value lies in memory as products cast it (`multiplied`): it is computed, and nothing else takes it."""
+    while (how := cast.get(value)) is not None and how.alone and value in graph.producers:
+        e, _ = graph.producers[value]
+        if not graph.eqns[e].traits.renames:
+            return not graph.eqns[e].traits.link
+        value = graph.made_from(e)[0]
+    return False
+
+
 def cast_ahead(graph: Graph, *, products: bool) -> dict[int, CastAhead]:
     """Values outside of loops that are cast whole before the loops that take slices of them and narrow these.
 

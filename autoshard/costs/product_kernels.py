@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.costs.casts import widening
+from autoshard.costs.casts import lies_cast, widening
 from autoshard.costs.compute import multiplied_dtype
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.resharding import Unfused
@@ -31,6 +31,7 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import DERIVE, LOOP_STACK, RAGGED_DOT, RECALL, SLICE
 
 _NONE = -1
+_CAST = 0.5  # of the bytes of float32, as products cast it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +118,15 @@ def fused_bytes(
                 nbytes = aval.nbytes * numerator.share(aval, split(codes, 0, aval.ndim, mesh))
             total += nbytes / np.minimum(pieces, max(aval.size, 1))
         total -= operand.size * itemsize / pieces
-    (codes,), (product,) = strategies.results, eqn.results
+    for i, v in enumerate(graph.operands[e]):
+        if i not in kernel.made_from and lies_cast(graph, lives.multiplied, v):
+            total -= (
+                _CAST * eqn.operands[i].size * itemsize / shards(strategies.operands[i], eqn.operands[i].ndim, mesh)
+            )
+    (codes,), (product,), (result,) = strategies.results, eqn.results, graph.results[e]
     unreduced = (decode(codes, product.ndim, mesh.ndim) == SUM).any(axis=1)
-    unwritten = 0 if kernel.writes_product else product.size * itemsize
+    written = (_CAST if lies_cast(graph, lives.multiplied, result) else 1.0) if kernel.writes_product else 0.0
+    unwritten = (1.0 - written) * product.size * itemsize
     finishes = np.where(unreduced, 0, kernel.finishes_bytes - unwritten)
     return total + (kernel.adds_bytes + finishes) / shards(codes, product.ndim, mesh)
 
@@ -139,8 +146,9 @@ class _Kernels:
         self.graph, self.onward, self.flows, self.levels, self.absorbed = graph, onward, flows, levels, lives.absorbed
         self.held = lives.held
         self.unwritten, self.gathered = lives.unwritten_products, lives.gathered
+        self.cast = {v for v in np.flatnonzero(self.held).tolist() if lies_cast(graph, lives.multiplied, v)}
         self.read = {  # value that who takes it reads in memory → the bytes of it that are read
-            v: lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else graph.avals[v].nbytes
+            v: lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else self._lying(v)
             for v in np.flatnonzero(self.held).tolist()
             if v not in away
         }
@@ -189,7 +197,7 @@ class _Kernels:
             read = (self.sources[v] for v in graph.made_from(e) if self.host[v] != h)
             reads[key] = reads.get(key, set[int]()).union(*read)
             if self.held[result] and not eqn.traits.renames:
-                written[key] = written.get(key, 0) + graph.avals[result].nbytes
+                written[key] = written.get(key, 0) + self._lying(result)
 
         for scores in self.gathered.values():
             h = int(self.host[scores.value])
@@ -243,6 +251,10 @@ class _Kernels:
     def _makes(self, operand: int) -> bool:
         """Whether a contraction computes an operand that it takes from values in memory."""
         return bool(self.absorbed[operand]) and operand in self.graph.producers and bool(self.sources[operand])
+
+    def _lying(self, value: int) -> int:
+        """The bytes of a value that lies in memory, maybe as products cast it."""
+        return int(self.graph.avals[value].nbytes * (_CAST if value in self.cast else 1.0))
 
     def _nbytes(self, values: Iterable[int]) -> int:
         return sum(self.read.get(v, self.graph.avals[v].nbytes) for v in values)

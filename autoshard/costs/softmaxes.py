@@ -11,10 +11,8 @@ product itself is float32.
 *By passes* it writes the scores as their product leaves them, and its maxima; a second kernel sums the exponentials,
 and whatever takes one computes it again, from the scores. So it is where the softmax takes a mere cast of narrower
 scores, where it is computed in their dtype, where the product is transposed on the way and read for a gradient, too
-(attention of grouped heads by einsum), and where a device has a single row of the first dimension (one sequence).
-
-Where factors are float32 and something is computed on their product, it goes by passes, too; what lies in memory then
-is planned as if a kernel of its own made the exponentials, which is nearer to what is compiled (0.91 of it in a loop).
+(attention of grouped heads by einsum), where its matrices are (groups of one head), where factors are float32 and
+something is computed on their product, and where a device has a single row of the first dimension (one sequence).
 """
 
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.ir.graph import Aval, Graph
+from autoshard.ir.graph import Aval, Eqn, Graph
 from autoshard.ir.op_traits import DIV, EXP, KEEP, RECALL, REDUCE_MAX, REDUCE_SUM, SUB, TRANSPOSE
 
 LONG_ROW = 2048  # keys; the kernel of a product goes on with rows up to this, on v5e up to 2,560 or 3,072
@@ -77,9 +75,11 @@ class Numerator:
 
         Shape (N,), as of `parts`: in how many each layout splits the first dimension.
         """
-        return np.where(
-            self.by_passes | (aval.shape[0] // parts == 1), min(1.0, self.product_itemsize / aval.itemsize), 1.0
-        )
+        return np.where(self.are_products(aval, parts), min(1.0, self.product_itemsize / aval.itemsize), 1.0)
+
+    def are_products(self, aval: Aval, parts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether what lies there is the product, from which numerators are computed again; shape (N,)."""
+        return self.by_passes | (aval.shape[0] // parts == 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,8 @@ class _Softmaxes:
         """What lies there for a numerator, by the products that it is computed from, element by element."""
         graph = self.graph
         aval, size = graph.avals[value], graph.avals[value].size
-        products, turned, left, seen = list[int](), False, [value], {value}
+        products, left, seen = list[int](), [value], {value}
+        turned = flipped = False
         while left:
             v = left.pop()
             e = self.made_by.get(v, (_NONE, 0))[0]
@@ -171,14 +172,16 @@ class _Softmaxes:
                 products.append(v)
             elif e >= 0:
                 turned |= graph.eqns[e].primitive == TRANSPOSE
+                flipped |= graph.eqns[e].primitive == TRANSPOSE and _transposes_matrices(graph.eqns[e])
                 new = {o for o in graph.operands[e] if graph.avals[o].size == size} - seen
                 seen |= new
                 left += new
         itemsize = min((graph.avals[v].itemsize for v in products), default=aval.itemsize)
         maximum = self._maximum(exponential)
         scores = self._scores(exponential)
-        by_passes = (turned and len(graph.consumers[value]) > _FORWARD_READERS) or self.casts(exponential)
+        kept = len(graph.consumers[value]) > _FORWARD_READERS
         wide = scores not in products and any(self._multiplies_wide(v) for v in products)
+        by_passes = (turned and kept) or flipped or wide or self.casts(exponential)
         few = aval.shape[0] <= self.devices and not wide
         long = maximum is not None and size > LONG_ROW * graph.avals[graph.results[maximum][0]].size
         return Numerator(
@@ -187,8 +190,8 @@ class _Softmaxes:
             by_passes=by_passes,
             few=few,
             turned=turned,
-            maximum=None if by_passes or few or wide or long else maximum,
-            scores=scores if long and not (by_passes or few or wide or scores in products) else None,
+            maximum=None if by_passes or few or long else maximum,
+            scores=scores if long and not (by_passes or few or scores in products) else None,
         )
 
     def _scores(self, exponential: int) -> int:
@@ -229,6 +232,13 @@ class _Softmaxes:
     def _multiplies_wide(self, product: int) -> bool:
         e = self.made_by[product][0]
         return min(aval.itemsize for aval in self.graph.eqns[e].operands) >= _SUM_BYTES
+
+
+def _transposes_matrices(eqn: Eqn) -> bool:
+    """Whether a transpose exchanges the last two dimensions, but for those of one element."""
+    (aval,) = eqn.operands
+    order = [d for d in eqn.params["permutation"] if aval.shape[d] > 1]
+    return len(order) > 1 and order == [*sorted(order)[:-2], *sorted(order)[:-3:-1]]
 
 
 _SUM_BYTES = 4  # of an element: sums are float32

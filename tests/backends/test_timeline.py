@@ -24,7 +24,7 @@ class Counter:
     flops_per_s: float = 1.0
     host_bytes_per_s: float = 1.0
 
-    def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str) -> float:
+    def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str, *, beside_bytes: float = 0.0) -> float:
         return 2 * batch * m * n * k / self.flops_per_s
 
     def hbm_s(self, nbytes: int) -> float:

@@ -119,3 +119,37 @@ def test_a_slice_in_a_fusion_in_a_fusion_reads_its_part() -> None:
     )
     machine = Counter(flops_per_s=1e6)
     assert price(entry, slices, outer, machine=machine).compute_s == 8 * 4 + 4 + 8 * 8 * 4 + 8 * 4
+
+
+def test_an_operand_that_an_inner_fusion_gives_another_shape_is_read() -> None:
+    """As XLA:TPU hands a weight to a product."""
+    bitcasts = (
+        "%bitcasts (f: f32[8,8]) -> f32[8,8,1] {\n  %f = f32[8,8]{1,0} parameter(0)\n"
+        "  ROOT %b = f32[8,8,1]{2,1,0} bitcast(%f)\n}"
+    )
+    outer = (
+        "%outer (f: f32[8,8], a: f32[1,8]) -> f32[1,8,1] {\n  %f = f32[8,8]{1,0} parameter(0)\n"
+        "  %a = f32[1,8]{1,0} parameter(1)\n  %s = f32[8,8,1]{2,1,0} fusion(%f), kind=kLoop, calls=%bitcasts\n"
+        "  ROOT %z = f32[1,8,1]{2,1,0} dot(%a, %s), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}"
+    )
+    entry = (
+        "  %r = f32[1,8]{1,0} constant({...})\n  ROOT %z = f32[1,8,1]{2,1,0} fusion(%x, %r), kind=kOutput, calls=%outer"
+    )
+    assert price(entry, bitcasts, outer, machine=Counter(flops_per_s=1e6)).compute_s == (8 * 8 + 8 + 8) * 4
+
+
+class Roofline(Counter):
+    """Its matmuls take as long as their operands and products of float32."""
+
+    def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str, *, beside_bytes: float = 0.0) -> float:
+        return max(0.0, batch * (m * k + k * n + m * n) * 4 + beside_bytes)
+
+
+def test_a_product_that_a_fusion_casts_is_written_narrow() -> None:
+    fused = (
+        "%fused (a: f32[8,8]) -> bf16[8,8] {\n  %a = f32[8,8]{1,0} parameter(0)\n"
+        "  %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+        "  ROOT %c = bf16[8,8]{1,0} convert(%d)\n}"
+    )
+    entry = "  ROOT %z = bf16[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused"
+    assert price(entry, fused, machine=Roofline()).compute_s == 8 * 8 * (4 + 2)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autoshard.backends.known_compilers import XLA_TPU
@@ -100,10 +101,11 @@ def test_the_scores_kernel_makes_the_softmax_where_something_is_computed_in_floa
     assert kernels.kernels[first].writes_product != inside
 
 
-def test_masked_scores_of_float32_factors_lie_beside_their_exponentials() -> None:
+def test_masked_scores_of_float32_factors_lie_there_and_their_exponentials_are_computed_of_them() -> None:
     graph, lives, kernels = kept(partial(attention, onward=masked), *inputs(jnp.float32), devices=ROWS)
     (numerators,), (scores, _) = results(graph, "exp"), results(graph, "dot_general")
-    assert lives.stored[[numerators, scores]].all()
+    assert lives.stored[numerators] != lives.stored[scores]
+    assert lives.numerators[numerators].are_products(graph.avals[numerators], np.array([1, ROWS])).all()
     assert kernels.host[numerators] < 0
 
 
@@ -128,15 +130,20 @@ def test_a_device_with_one_sequence_keeps_its_product() -> None:
 
 
 def test_transposed_scores_are_kept_for_a_gradient_as_their_product_leaves_them() -> None:
-    """In a forward pass alone, and where nothing is transposed, the numerators are."""
+    """In a forward pass alone, and where nothing is transposed, the numerators are, unless groups have one head."""
 
     def heads(q: Any, k: Any, v: Any, *, order: str) -> Any:
         scores = jax.nn.softmax(wide(jnp.einsum(f"bskgd,btkd->{order}", q, k)) / 8)
         return jnp.einsum(f"{order},btkd->bskgd", scores.astype(jnp.bfloat16), v)
 
-    args = BF16((4, 64, 2, 3, 8)), BF16((4, 64, 2, 8)), BF16((4, 64, 2, 8))
-    for differentiated, order, by_passes in ((True, "bksgt", False), (True, "bkgst", True), (False, "bkgst", False)):
-        fn = partial(heads, order=order)
+    for differentiated, order, size, by_passes in (
+        (True, "bksgt", 3, False),
+        (True, "bkgst", 3, True),
+        (False, "bkgst", 3, False),
+        (False, "bkgst", 1, True),
+        (False, "bksgt", 1, False),
+    ):
+        fn, args = partial(heads, order=order), (BF16((4, 64, 2, size, 8)), BF16((4, 64, 2, 8)), BF16((4, 64, 2, 8)))
         graph, lives, _ = kept(gradient(fn) if differentiated else fn, *args)
         (numerators,) = results(graph, "exp")
         assert lives.stored[numerators]

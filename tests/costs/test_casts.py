@@ -1,0 +1,36 @@
+"""Which values lie in memory as products cast them, by XLA:TPU."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.costs.casts import lies_cast, multiplied
+from autoshard.ir.graph import build
+
+X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("fn", "lies"),
+    [
+        pytest.param(lambda y: y @ y, True, id="a product takes it"),
+        pytest.param(lambda y: y.reshape(4, 16) @ y.reshape(16, 4), True, id="under other names"),
+        pytest.param(lambda y: y @ y + y, False, id="a sum does, too"),
+        pytest.param(lambda y: y.reshape(64) @ y.reshape(64) + y[0, 0], False, id="a part of it is taken as it is"),
+        pytest.param(lambda y: jnp.dot(y, y, precision="highest"), False, id="a product in float32"),
+    ],
+)
+def test_what_products_alone_take_lies_as_they_cast_it(fn: Callable[[jax.Array], jax.Array], *, lies: bool) -> None:
+    graph = build(jax.make_jaxpr(lambda x: fn(jnp.tanh(x)))(X), "tpu")
+    (made,) = (graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == "tanh")
+    names = [made, *(graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == "reshape")]
+    cast = multiplied(graph)
+    assert {lies_cast(graph, cast, name) for name in names} == {lies}
+
+
+def test_what_is_given_lies_as_it_is_given() -> None:
+    graph = build(jax.make_jaxpr(lambda x: x @ x)(X), "tpu")
+    assert multiplied(graph)[graph.inputs[0]].alone
+    assert not lies_cast(graph, multiplied(graph), graph.inputs[0])
