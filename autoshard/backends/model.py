@@ -507,6 +507,14 @@ class CompilerModel:
     )
     """What puts elements apart, or takes every k-th of a row or of rows, writes its result."""
 
+    multiplies_what_is_taken: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52; jax-cuda12-pjrt and jaxlib 0.10.2 multiply all, and cut",
+            "compilers/test_compiler_models.py::test_of_a_product_the_part_that_is_taken_is_computed",
+        )
+    )
+    """Of a product of which a slice is taken, and nothing else, no more is computed: see `costs.taken_parts`."""
+
     joins_in_place: bool = field(
         metadata=_seen(
             "libtpu 0.0.52, jaxlib 0.10.2 and jax-cuda12-pjrt 0.12.0.1: a step that a condition may leave out; "

@@ -163,7 +163,7 @@ def _matmul(
     """
     left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
     out = {f for dim in rule.results[0] for f in dim}
-    local = strategies.local_sizes(rule, mesh)
+    local = np.maximum(strategies.local_sizes(rule, mesh), [min(factor.size, 1) for factor in rule.factors])
 
     def size(factors: set[int]) -> NDArray[np.int64]:
         return local[:, sorted(factors)].prod(axis=1) if factors else np.ones(len(local), np.int64)

@@ -57,8 +57,9 @@ from autoshard.costs.matrices import Matrix, matrices, part_in_lanes
 from autoshard.costs.row_kernels import sliced_rows
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.costs.softmaxes import LEAST_QUOTIENTS, Numerator, SoftmaxFacts, recalled, softmaxes
+from autoshard.costs.taken_parts import taken_parts
 from autoshard.costs.widened_arguments import widened_arguments
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.op_traits import (
     BRANCH_JOIN,
     DEVICE_PUT,
@@ -101,7 +102,7 @@ class LiveRanges:
     `scattered`: the additions that are done by a scatter, which takes no memory of its own. `gathered`: gather → the
     scores that are computed for it. `cast_ahead`: the stacks
     that are cast whole before the loops that take slices of them. `multiplied`: what products cast, and who
-    reads it otherwise (`costs.casts`).
+    reads it otherwise (`costs.casts`). `parts`: product → the part of it that is computed (`costs.taken_parts`).
     """
 
     stored: NDArray[np.bool_]
@@ -122,6 +123,7 @@ class LiveRanges:
     gathered: Mapping[int, GatheredScores]
     cast_ahead: Mapping[int, CastAhead]
     multiplied: Mapping[int, Multiplied]
+    parts: Mapping[int, Aval]
 
     @property
     def maxima(self) -> frozenset[int]:
@@ -261,6 +263,7 @@ def live_ranges(
         gathered=gathered,
         cast_ahead=cast_ahead(graph, products=casts_products) if compiler.casts_stacked_inputs_ahead else {},
         multiplied=multiplied(graph) if casts_products else {},
+        parts=taken_parts(graph) if compiler.multiplies_what_is_taken else {},
     )
 
 

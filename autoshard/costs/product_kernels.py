@@ -26,7 +26,8 @@ from autoshard.costs.compute import multiplied_dtype
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.resharding import Unfused
 from autoshard.costs.strategies import SUM, Strategies, decode, shards, split
-from autoshard.ir.graph import Eqn, Graph
+from autoshard.costs.taken_parts import shares
+from autoshard.ir.graph import Aval, Eqn, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import DERIVE, LOOP_STACK, RAGGED_DOT, RECALL, SLICE
 
@@ -99,34 +100,42 @@ def product_kernels(
 
 
 def fused_bytes(
-    graph: Graph, lives: LiveRanges, e: int, kernel: Kernel, strategies: Strategies, mesh: MeshAxes
+    graph: Graph,
+    lives: LiveRanges,
+    e: int,
+    kernel: Kernel,
+    strategies: Strategies,
+    mesh: MeshAxes,
+    part: Aval | None = None,
 ) -> NDArray[np.float64]:
     """Bytes per device (S,) that the kernel of contraction e reads and writes more than its operands and its product.
 
-    Fewer than none, where it reads less than an operand that it makes, or does not write the product.
+    Fewer than none, where it reads less than an operand that it makes, or does not write the product. Of both less
+    counts where it computes no more than a `part` of its product.
     """
     eqn = graph.eqns[e]
     itemsize = jax.numpy.dtype(multiplied_dtype(eqn)).itemsize
     total = np.zeros(len(strategies))
+    (result,) = graph.results[e]
+    of_operands = (1.0, 1.0) if part is None else shares(eqn, part)
     for i, values in kernel.made_from.items():
-        codes, operand = strategies.operands[i], eqn.operands[i]
+        codes, operand, share = strategies.operands[i], eqn.operands[i], of_operands[i]
         pieces = shards(codes, operand.ndim, mesh)
         for v in values:
             aval, numerator = graph.avals[v], lives.numerators.get(v)
             nbytes = aval.nbytes if numerator is None else numerator.nbytes(aval)
             if numerator is not None and aval.shape == operand.shape:
                 nbytes = aval.nbytes * numerator.share(aval, split(codes, 0, aval.ndim, mesh))
-            total += nbytes / np.minimum(pieces, max(aval.size, 1))
-        total -= operand.size * itemsize / pieces
+            total += share * nbytes / np.minimum(pieces, max(aval.size, 1))
+        total -= share * operand.size * itemsize / pieces
     for i, v in enumerate(graph.operands[e]):
         if i not in kernel.made_from and lies_cast(graph, lives.multiplied, v):
-            total -= (
-                _CAST * eqn.operands[i].size * itemsize / shards(strategies.operands[i], eqn.operands[i].ndim, mesh)
-            )
-    (codes,), (product,), (result,) = strategies.results, eqn.results, graph.results[e]
+            lying = of_operands[i] * eqn.operands[i].size * itemsize
+            total -= _CAST * lying / shards(strategies.operands[i], eqn.operands[i].ndim, mesh)
+    (codes,), (product,) = strategies.results, eqn.results
     unreduced = (decode(codes, product.ndim, mesh.ndim) == SUM).any(axis=1)
     written = (_CAST if lies_cast(graph, lives.multiplied, result) else 1.0) if kernel.writes_product else 0.0
-    unwritten = (1.0 - written) * product.size * itemsize
+    unwritten = (1.0 - written) * (product if part is None else part).size * itemsize
     finishes = np.where(unreduced, 0, kernel.finishes_bytes - unwritten)
     return total + (kernel.adds_bytes + finishes) / shards(codes, product.ndim, mesh)
 

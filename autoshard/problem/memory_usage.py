@@ -16,6 +16,7 @@ from autoshard.costs.lanes import share_in_lanes
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.overlap import EARLY, LATE, OverlapWindows
 from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, shards, split
+from autoshard.costs.taken_parts import is_part_computed
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.ports import KEPT, REPEATED, Port, Usage
@@ -206,6 +207,9 @@ class MemoryUsageBuilder:
         if (cast := self.lives.cast_ahead.get(value)) is not None and cast.alone:
             aval = replace(aval, dtype=cast.dtype)
         nbytes = local_bytes(aval, port.codes, self.mesh)
+        if (part := self.lives.parts.get(value)) is not None:
+            computed = is_part_computed(aval, port.codes, self.mesh)
+            nbytes = np.where(computed, nbytes * part.size // max(aval.size, 1), nbytes)
         cast_for = self.lives.multiplied.get(value)
         if narrow or (cast_for is not None and cast_for.alone and value in self._made_by):  # partial sums are float32
             cast = local_bytes(replace(aval, dtype=BFLOAT16), port.codes, self.mesh)

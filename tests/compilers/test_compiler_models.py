@@ -455,6 +455,28 @@ def test_what_is_spaced_is_written(
 
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 @pytest.mark.parametrize(
+    ("take", "rows", "part"),
+    [
+        (lambda y: y[:, -1], 16, True),
+        (lambda y: y[..., :256], 16, True),
+        (lambda y: y[:, -1], 8, False),
+        (lambda y: (y[:, -1], y[:, 0]), 16, False),
+        (lambda y: y.astype(jnp.bfloat16)[:, -1], 16, False),
+    ],
+    ids=["a row", "columns", "of one sequence", "two rows", "of a cast"],
+)
+def test_of_a_product_the_part_that_is_taken_is_computed(
+    compiler: CompilerName, topology: str, take: Callable[[jax.Array], Any], rows: int, *, part: bool
+) -> None:
+    """By TPUs, if it is a part of the product itself, nothing else takes that, and a device has several sequences."""
+    text, _ = entry(topology, lambda x, w: take(x @ w), (F32(rows, 512, 256), F32(256, 4096)), (P("x"), P()))
+    products = re.findall(r"\w+\[([\d,]+)\]\S* (?:dot|convolution|custom-call|fusion)\(", text)
+    whole = any(prod(map(int, dims.split(","))) >= 512 * 4096 for dims in products)
+    assert whole != (part and named(compiler).multiplies_what_is_taken)
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+@pytest.mark.parametrize(
     ("equation", "left", "right"),
     [
         ("bhqk,h->bhqk", BF16(8, 4, 64, 64), jax.ShapeDtypeStruct((4,), jnp.int32)),

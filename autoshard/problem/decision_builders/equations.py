@@ -16,8 +16,9 @@ from autoshard.costs.prices import picoseconds
 from autoshard.costs.product_kernels import fused_bytes
 from autoshard.costs.reductions import kernel_levels, sources_in_memory
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
+from autoshard.costs.taken_parts import is_part_computed, rule_of_part
 from autoshard.ir import manual_calls
-from autoshard.ir.graph import Eqn, Graph
+from autoshard.ir.graph import Aval, Eqn, Graph
 from autoshard.ir.op_traits import (
     DERIVE,
     DOT_GENERAL,
@@ -217,18 +218,11 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
     if eqn.primitive == PALLAS and manual_calls.estimate(eqn) is not None:
         return _Price(*compute.kernel_s(eqn, strategies, facts.mesh, facts.machine))
     if eqn.traits.contraction:
-        kernel = facts.products.kernels[e] if facts.products else None
-        beside = 0.0 if kernel is None else fused_bytes(graph, facts.lives, e, kernel, strategies, facts.mesh)
-        seconds, flops = compute.contraction_s(
-            eqn,
-            facts.rules[e],
-            strategies,
-            facts.mesh,
-            facts.machine,
-            beside_bytes=beside,
-            merged=facts.merged.get(e),
-            dense=facts.dense.get(e),
-        )
+        seconds, flops = _multiplying(facts, e, strategies)
+        if (part := facts.lives.parts.get(graph.results[e][0])) is not None:
+            computed = is_part_computed(eqn.results[0], strategies.results[0], facts.mesh)
+            of_part = _multiplying(facts, e, strategies, part)
+            seconds, flops = np.where(computed, of_part[0], seconds), np.where(computed, of_part[1], flops)
         if facts.compiler.adds_up_single_rows and eqn.primitive == DOT_GENERAL and not is_matmul(eqn):
             seconds = compute.single_row_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine, seconds)
         elif facts.compiler.cuts_contractions and e not in facts.merged:
@@ -237,6 +231,26 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
             seconds = seconds + np.asarray(facts.machine.hbm_s(row.times * row.nbytes(eqn, strategies, facts.mesh)))
         return _Price(reductions_s + seconds, flops, _covering(facts, e, seconds), window)
     return _bound_by_memory(facts, e, strategies, reductions_s)
+
+
+def _multiplying(
+    facts: GraphFacts, e: int, strategies: Strategies, part: Aval | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds (S,) and FLOPs (S,) of a contraction's kernel, which may compute no more than a part of its product."""
+    kernel = facts.products.kernels[e] if facts.products else None
+    beside: NDArray[np.float64] | float = 0.0
+    if kernel is not None:
+        beside = fused_bytes(facts.graph, facts.lives, e, kernel, strategies, facts.mesh, part)
+    return compute.contraction_s(
+        facts.graph.eqns[e],
+        facts.rules[e] if part is None else rule_of_part(facts.rules[e], part),
+        strategies,
+        facts.mesh,
+        facts.machine,
+        beside_bytes=beside,
+        merged=facts.merged.get(e),
+        dense=facts.dense.get(e),
+    )
 
 
 def _is_product(graph: Graph, value: int) -> bool:
