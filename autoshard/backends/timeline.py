@@ -29,6 +29,8 @@ from autoshard.backends.hlo.dataflow import ELEMENTWISE, VIEWS
 from autoshard.backends.hlo.loops import ONCE, Loops, UnknownTrips
 from autoshard.backends.hlo.matmuls import Matmul, multiplying, uncounted
 from autoshard.ir.mesh import MeshAxes
+from cost_models.machines.dtypes import itemsize
+from cost_models.machines.roofline import matmul_bytes
 
 Stream = Literal["compute", "communication"]
 
@@ -413,8 +415,11 @@ class _Walk:
                 return sum(float(self.machine.matmul_s(*matmul)) for matmul in found)
             # What is fused with a matmul reads and writes, too: XLA:TPU fuses whole optimizer updates into one. And it
             # may read less than the operands, or write less than the product: one that is cast.
+            (batch, m, n, k, dtype), *_ = found
+            beside = _traffic_bytes(self.module, computation, instruction)
+            beside -= int(matmul_bytes(batch, m, n, k, itemsize(dtype), itemsize(dtype)))
             matmul_s = sum(float(self.machine.matmul_s(*matmul, beside_bytes=_NO_TRAFFIC)) for matmul in found)
-            return max(matmul_s, self._traffic_s(computation, instruction))
+            return max(matmul_s, float(self.machine.matmul_s(*found[0], beside_bytes=beside)))
         self.uncounted.update(uncounted(self.module, instruction))
         if opcode == "custom-call" and (not instruction.operands or _NAMING in instruction.attributes):
             return 0.0  # a buffer is allocated, nothing moves

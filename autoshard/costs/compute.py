@@ -7,6 +7,7 @@ XLA fuses element-wise chains, so a value counts only if it is *held* in memory
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 from autoshard.costs.merged_products import MergedProduct
 from autoshard.costs.prices import Machine, Seconds
 from autoshard.costs.ragged_products import DenseProduct, group_count, ragged_dimension
-from autoshard.costs.strategies import Strategies, shards
+from autoshard.costs.strategies import Codes, Strategies, shards, split
 from autoshard.ir import manual_calls
-from autoshard.ir.graph import Eqn
+from autoshard.ir.graph import Aval, Eqn
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import CONVOLUTION, DOT_GENERAL, LOOP_SLICE, LOOP_STACK, RAGGED_DOT
 from autoshard.rules.rule import ShardingRule
@@ -86,10 +87,25 @@ def added_up_s(
       whole_s: (S,), what it takes where it is left whole.
     """
     sums, (batch, m, n, k) = _sums(eqn, rule, strategies, mesh, machine)
-    parts_s = machine.matmul_s(batch * sums, m, n, np.ceil(k / sums), multiplied_dtype(eqn))
-    adding_s = machine.hbm_s(sums * batch * m * n * _sum_itemsize(eqn))
+    dtype, written = multiplied_dtype(eqn), sums * batch * m * n
+    wider = _sum_itemsize(eqn) - jax.numpy.dtype(dtype).itemsize
+    parts_s = machine.matmul_s(batch * sums, m, n, np.ceil(k / sums), dtype, beside_bytes=written * wider)
+    adding_s = machine.hbm_s(written * _sum_itemsize(eqn))
     filling_s = machine.hbm_s(_COPY * _filled_bytes(eqn, strategies, mesh, sums, k))
     return np.where(sums > 1, parts_s + adding_s + filling_s, whole_s)
+
+
+def is_part_computed(product: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.bool_]:
+    """Whether no more than the part is computed in each layout (S,) of a product."""
+    local = [size // split(codes, d, product.ndim, mesh) for d, size in enumerate(product.shape)]
+    return np.logical_and.reduce([size != 1 for size in local])
+
+
+def rule_of_part(rule: ShardingRule, taken: Aval) -> ShardingRule:
+    """The rule of a dot, with the sizes of the part of its product that is taken."""
+    sizes = {dim[0]: size for dim, size in zip(rule.results[0], taken.shape, strict=True) if len(dim) == 1}
+    factors = (replace(factor, size=sizes.get(f, factor.size)) for f, factor in enumerate(rule.factors))
+    return replace(rule, factors=tuple(factors))
 
 
 def single_row_s(

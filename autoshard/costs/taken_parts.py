@@ -7,24 +7,17 @@ computed. XLA:GPU and XLA:CPU multiply all of it, and cut.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 
-import numpy as np
-from numpy.typing import NDArray
-
-from autoshard.costs.strategies import Codes, split
 from autoshard.ir.graph import Aval, Eqn, Graph
-from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import DOT_GENERAL, SLICE
-from autoshard.rules.rule import ShardingRule
 
 
 def taken_parts(graph: Graph) -> Mapping[int, Aval]:
     """Product of a dot → the part of it that is taken."""
     found = dict[int, Aval]()
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive != SLICE:
+        if eqn.primitive != SLICE or any(step != 1 for step in eqn.params["strides"] or ()):
             continue
         (product,) = graph.operands[e]
         maker = graph.producers.get(product, (-1, 0))[0]
@@ -35,12 +28,6 @@ def taken_parts(graph: Graph) -> Mapping[int, Aval]:
     return found
 
 
-def is_part_computed(product: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.bool_]:
-    """Whether no more than the part is computed in each layout (S,) of a product."""
-    local = [size // split(codes, d, product.ndim, mesh) for d, size in enumerate(product.shape)]
-    return np.logical_and.reduce([size != 1 for size in local])
-
-
 def shares(eqn: Eqn, taken: Aval) -> tuple[float, float]:
     """Of the operands of a dot, the shares that are read for a part of its product."""
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
@@ -48,10 +35,3 @@ def shares(eqn: Eqn, taken: Aval) -> tuple[float, float]:
     sizes = zip(taken.shape, eqn.results[0].shape, strict=True)
     taken_of = [part / max(size, 1) for part, size in sizes]
     return prod(taken_of[:of_left]), prod(taken_of[: len(batch)]) * prod(taken_of[of_left:])
-
-
-def rule_of_part(rule: ShardingRule, taken: Aval) -> ShardingRule:
-    """The rule of a dot, with the sizes of the part of its product that is taken."""
-    sizes = {dim[0]: size for dim, size in zip(rule.results[0], taken.shape, strict=True) if len(dim) == 1}
-    factors = (replace(factor, size=sizes.get(f, factor.size)) for f, factor in enumerate(rule.factors))
-    return replace(rule, factors=tuple(factors))

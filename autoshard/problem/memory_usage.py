@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.casts import BFLOAT16
+from autoshard.costs.compute import is_part_computed
 from autoshard.costs.execution_order import behind_loops, loop_spans
 from autoshard.costs.fusion import FusionTraits
 from autoshard.costs.lanes import share_in_lanes
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.overlap import EARLY, LATE, OverlapWindows
 from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, shards, split
-from autoshard.costs.taken_parts import is_part_computed
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.ports import KEPT, REPEATED, Port, Usage

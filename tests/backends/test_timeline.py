@@ -18,14 +18,15 @@ FIXTURES = Path(__file__).parents[1] / "data" / "hlo" / "jax-0.10"
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A machine that makes one FLOP a second, or moves one byte."""
+    """A machine that makes one FLOP a second, or moves one byte; a matmul that is in no fusion moves none."""
 
     latency_s: float = 0.0
     flops_per_s: float = 1.0
     host_bytes_per_s: float = 1.0
 
-    def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str, *, beside_bytes: float = 0.0) -> float:
-        return 2 * batch * m * n * k / self.flops_per_s
+    def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str, *, beside_bytes: float = -float("inf")) -> float:
+        moved = batch * (m * k + k * n + m * n) * (2 if dtype == "bfloat16" else 4) + beside_bytes
+        return max(2 * batch * m * n * k / self.flops_per_s, moved)
 
     def hbm_s(self, nbytes: int) -> float:
         return nbytes

@@ -114,7 +114,7 @@ def update(table: jax.Array, ids: jax.Array, weight: jax.Array) -> jax.Array:
 def test_tables_of_narrow_rows_are_copied() -> None:
     """For the gather, and behind the scatter; 64 columns on each device fill half of the lanes."""
     arguments = (
-        jax.ShapeDtypeStruct((200_000, 1024), jnp.bfloat16),
+        jax.ShapeDtypeStruct((800_000, 1024), jnp.bfloat16),
         jax.ShapeDtypeStruct((16_384,), jnp.int32),
         jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16),
     )
@@ -125,7 +125,8 @@ def test_tables_of_narrow_rows_are_copied() -> None:
     assert verified.memory.compiled is not None
     # Filling and reading what is no data is paid for, too, and not counted in the compiled schedule.
     assert 1.0 <= verified.compute.predicted_s / verified.compute.compiled_s <= 1.4
-    assert verified.memory.predicted.peak == pytest.approx(verified.memory.compiled.peak, rel=0.1)
+    # What is computed of the scattered gradient is planned beside the output that it is.
+    assert 1.0 <= verified.memory.predicted.peak / verified.memory.compiled.peak <= 1.25
 
 
 def test_no_plan_has_rows_of_a_few_elements() -> None:

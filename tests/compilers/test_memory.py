@@ -112,9 +112,9 @@ def test_a_branch_writes_where_its_result_lies(
     branching: Callable[..., Any], hardware: str, compiler: CompilerName
 ) -> None:
     """Where the state lay that it replaces, if that is donated: not by XLA:GPU before 0.11."""
-    square = F32((4096, 4096))
-    donated = branching is guarded_step
-    args = ((square, square), F32((256, 4096))) if donated else (square, square, F32((4096,)))
+    size = 8192 if compiler == "tpu" else 4096  # a matrix is larger than a TPU's vector memory
+    square, donated = F32((size, size)), branching is guarded_step
+    args = ((square, square), F32((256, size))) if donated else (square, square, F32((size,)))
     plan = autoshard.plan(
         branching, *args, mesh={"data": 1}, hardware=hardware, for_grad=False, donate_argnums=(0,) if donated else ()
     )
@@ -122,7 +122,7 @@ def test_a_branch_writes_where_its_result_lies(
     assert memory.compiled is not None
     assert memory.predicted.peak == pytest.approx(memory.compiled.peak, rel=0.06)
     matrices = 3 + 2 * (donated and not named(compiler).joins_in_place)
-    assert memory.compiled.peak == pytest.approx(matrices * 4 * 4096**2, rel=0.11)
+    assert memory.compiled.peak == pytest.approx(matrices * 4 * size**2, rel=0.11)
 
 
 @needs_gpu_compiler
@@ -476,8 +476,8 @@ def test_a_stack_that_loops_narrow_is_gathered_and_held_as_they_cast_it() -> Non
 
     plan = autoshard.plan(
         trips,
-        F32((4, 2048, 2048)),
-        BF16((1024, 2048)),
+        F32((8, 4096, 4096)),
+        BF16((16_384, 4096)),
         mesh={"x": 8},
         hardware="tpu-v5e:2x4",
         in_shardings=(P(None, "x"), P("x")),
@@ -485,6 +485,7 @@ def test_a_stack_that_loops_narrow_is_gathered_and_held_as_they_cast_it() -> Non
     )
     checked = plan.verify("tpu")
     (row,) = checked.rows
-    assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", *[2 * 4 * 2048**2] * 2)
+    assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", *[2 * 8 * 4096**2] * 2)
     assert checked.memory.compiled is not None
-    assert checked.memory.predicted.peak == pytest.approx(checked.memory.compiled.peak, rel=0.02)
+    activations = checked.memory.predicted.peak - checked.memory.compiled.peak  # which the compiler has in VMEM
+    assert 0 <= activations < 2**27

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.costs.taken_parts import rule_of_part, shares, taken_parts
+from autoshard.costs.compute import rule_of_part
+from autoshard.costs.taken_parts import shares, taken_parts
 from autoshard.ir.graph import build
 from autoshard.rules import rules_of
 from tests.installed import needs_tpu_compiler
@@ -22,10 +23,11 @@ F32 = jax.ShapeDtypeStruct
         (lambda y: y[:, -1:], (8, 1, 64)),
         (lambda y: y[:4, :, 16:], (4, 16, 48)),
         (lambda y: y[:, -1:] + y[:, :1], None),
+        (lambda y: y[:, ::2], None),
         (lambda y: jnp.tanh(y)[:, -1:], None),
         (lambda y: (y, y[:, -1:]), None),
     ],
-    ids=["rows", "along two dimensions", "two parts", "of what is computed of it", "an output, too"],
+    ids=["rows", "along two dimensions", "two parts", "every other one", "of what is computed of it", "an output, too"],
 )
 def test_a_part_is_of_the_product_itself_and_all_that_is_taken(
     take: Callable[[jax.Array], Any], shape: tuple[int, ...] | None

@@ -16,7 +16,6 @@ from autoshard.costs.prices import picoseconds
 from autoshard.costs.product_kernels import fused_bytes
 from autoshard.costs.reductions import kernel_levels, sources_in_memory
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
-from autoshard.costs.taken_parts import is_part_computed, rule_of_part
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Aval, Eqn, Graph
 from autoshard.ir.op_traits import (
@@ -220,7 +219,7 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
     if eqn.traits.contraction:
         seconds, flops = _multiplying(facts, e, strategies)
         if (part := facts.lives.parts.get(graph.results[e][0])) is not None:
-            computed = is_part_computed(eqn.results[0], strategies.results[0], facts.mesh)
+            computed = compute.is_part_computed(eqn.results[0], strategies.results[0], facts.mesh)
             of_part = _multiplying(facts, e, strategies, part)
             seconds, flops = np.where(computed, of_part[0], seconds), np.where(computed, of_part[1], flops)
         if facts.compiler.adds_up_single_rows and eqn.primitive == DOT_GENERAL and not is_matmul(eqn):
@@ -243,7 +242,7 @@ def _multiplying(
         beside = fused_bytes(facts.graph, facts.lives, e, kernel, strategies, facts.mesh, part)
     return compute.contraction_s(
         facts.graph.eqns[e],
-        facts.rules[e] if part is None else rule_of_part(facts.rules[e], part),
+        facts.rules[e] if part is None else compute.rule_of_part(facts.rules[e], part),
         strategies,
         facts.mesh,
         facts.machine,
