@@ -1,10 +1,11 @@
-"""Prices of train steps that nothing was fitted to: plans beside the schedules that compilers make of them.
+"""Prices of train steps and forward passes that nothing was fitted to: plans beside what compilers make of them.
 
     python -m benchmarks.unseen_steps [--targets h100:1x8,h100:2x8] [--models gated-51k,experts-32k]
 
-Each step of `benchmarks.unseen_models` and of `benchmarks.unseen_programs` is planned and compiled without a device;
-the table on standard output is Markdown, as docs/unseen_steps.md keeps it. *Step* is the plan's own cost beside the
-compiled schedule, priced by the same cost model; *compute* that of kernels alone; *peak* the memory of a device.
+Each step of `benchmarks.unseen_models` and of `benchmarks.unseen_programs`, and each forward pass of
+`benchmarks.unseen_answers`, is planned and compiled without a device; the table on standard output is Markdown, as
+docs/unseen_steps.md keeps it. *Step* is the plan's own cost beside the compiled schedule, priced by the same cost
+model; *compute* that of kernels alone; *peak* the memory of a device.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import jax
 import autoshard
 from autoshard.errors import AutoshardError
 from autoshard.ir.mesh import MeshAxes
+from benchmarks.unseen_answers import ANSWERS, CONTINUED
 from benchmarks.unseen_models import MODELS
 from benchmarks.unseen_programs import PROGRAMS
 
@@ -33,7 +35,7 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "tpu-v5e:4x4": {"data": 4, "model": 4},
     "tpu-v5p:4x4x2": {"data": 4, "model": 8},
 }
-STEPS = {**{name: model.program for name, model in MODELS.items()}, **PROGRAMS}
+STEPS = {**{name: model.program for name, model in MODELS.items()}, **PROGRAMS, **ANSWERS}
 REL_GAP = 1e-2
 TIME_LIMIT_S = 120.0
 CLOSE = 0.10
@@ -82,7 +84,7 @@ def found(model: str, target: str, memory_mb: int | None = None) -> Found:
         *arguments,
         mesh=mesh,
         hardware=target,
-        donate_argnums=0,
+        donate_argnums=() if model in ANSWERS and model not in CONTINUED else 0,
         memory=None if memory_mb is None else memory_mb * 10**6,
         rel_gap=REL_GAP,
         time_limit_s=TIME_LIMIT_S,

@@ -1,15 +1,16 @@
-"""The board of unseen steps: its steps trace, and its verdict counts what is far off."""
+"""The board of unseen steps: its programs trace, and its verdict counts what is far off."""
 
 import jax
 import pytest
 
+from benchmarks.unseen_answers import ANSWERS, CONTINUED
 from benchmarks.unseen_models import MODELS
 from benchmarks.unseen_steps import STEPS, Found, Pair, verdict
 
 DEVICES = 8
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [name for name in STEPS if name not in ANSWERS])
 def test_a_step_returns_its_state_in_the_shapes_it_took(name: str) -> None:
     step, (state, *batch) = STEPS[name](DEVICES)
 
@@ -20,6 +21,17 @@ def test_a_step_returns_its_state_in_the_shapes_it_took(name: str) -> None:
     assert shapes[0] == shapes[1]
     if name in MODELS:
         assert batch[0].size == MODELS[name].tokens * DEVICES
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_is_a_loss_or_a_token_and_caches_stay_as_large(name: str) -> None:
+    program, arguments = STEPS[name](DEVICES)
+
+    found = jax.eval_shape(program, *arguments)
+
+    caches, answer = found if name in CONTINUED else ((), found)
+    assert jax.tree.leaves(caches) == jax.tree.leaves(arguments[0] if name in CONTINUED else ())
+    assert answer.shape in ((), (arguments[-2].shape[0],), (arguments[-2].shape[0], 1))
 
 
 def one(step: float, peak: float) -> Found:
