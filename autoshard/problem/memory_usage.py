@@ -209,7 +209,7 @@ class MemoryUsageBuilder:
         nbytes = local_bytes(aval, port.codes, self.mesh)
         if (part := self.lives.parts.get(value)) is not None:
             computed = is_part_computed(aval, port.codes, self.mesh)
-            nbytes = np.where(computed, nbytes * part.size // max(aval.size, 1), nbytes)
+            nbytes = np.where(computed, nbytes * (part.size / max(aval.size, 1)), nbytes).astype(np.int64)
         cast_for = self.lives.multiplied.get(value)
         if narrow or (cast_for is not None and cast_for.alone and value in self._made_by):  # partial sums are float32
             cast = local_bytes(replace(aval, dtype=BFLOAT16), port.codes, self.mesh)
