@@ -91,10 +91,11 @@ def multiplied(graph: Graph) -> dict[int, Multiplied]:
         return frozenset({"product"}) if cast else kinds(e)
 
     found = {v: readers(v) for v, aval in enumerate(graph.avals) if aval.dtype == FLOAT32}
-    joined = {graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == BRANCH_JOIN}
+    besides = {graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == BRANCH_JOIN}
+    besides.update(graph.outputs)
     return {
         v: Multiplied(
-            len(by) == 1 and v not in joined,
+            len(by) == 1 and v not in besides,
             frozenset(e for e, _ in graph.consumers.get(v, ()) if kinds(e) != frozenset({"product"})),
         )
         for v, by in found.items()
@@ -103,11 +104,14 @@ def multiplied(graph: Graph) -> dict[int, Multiplied]:
 
 
 def lies_cast(graph: Graph, cast: Mapping[int, Multiplied], value: int) -> bool:
-    """Whether a value lies in memory as products cast it (`multiplied`): it is computed, and nothing else takes it."""
+    """Whether a value lies in memory as products cast it (`multiplied`): it is computed, and nothing else takes it.
+
+    Not what is updated where it was given.
+    """
     while (how := cast.get(value)) is not None and how.alone and value in graph.producers:
         e, _ = graph.producers[value]
         if not graph.eqns[e].traits.renames:
-            return not graph.eqns[e].traits.link
+            return not (graph.eqns[e].traits.link or graph.eqns[e].traits.updates)
         value = graph.made_from(e)[0]
     return False
 

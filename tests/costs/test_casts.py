@@ -30,6 +30,21 @@ def test_what_products_alone_take_lies_as_they_cast_it(fn: Callable[[jax.Array],
     assert {lies_cast(graph, cast, name) for name in names} == {lies}
 
 
+def test_what_leaves_or_is_updated_in_its_place_lies_as_it_is() -> None:
+    def program(cache: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        made, updated = jnp.tanh(x), jax.lax.dynamic_update_slice(cache, x[:1], (0, 0))
+        kept = jax.lax.dynamic_update_slice(cache, x[:1], (1, 0))
+        return made, made @ updated, updated + 0 * (made @ kept)
+
+    graph = build(jax.make_jaxpr(program)(X, X), "tpu")
+    cast = multiplied(graph)
+    made = [
+        graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive in ("tanh", "dynamic_update_slice")
+    ]
+    assert len(made) == 3
+    assert not any(lies_cast(graph, cast, value) for value in made)
+
+
 def test_what_is_given_lies_as_it_is_given() -> None:
     graph = build(jax.make_jaxpr(lambda x: x @ x)(X), "tpu")
     assert multiplied(graph)[graph.inputs[0]].alone
