@@ -414,7 +414,7 @@ class _Walk:
             if not instruction.opcode.startswith("fusion"):
                 return sum(float(self.machine.matmul_s(*matmul)) for matmul in found)
             # What is fused with a matmul reads and writes, too: XLA:TPU fuses whole optimizer updates into one. And it
-            # may read less than the operands, or write less than the product: one that is cast.
+            # may read less than the operands, or write less than the product: one that is cast. That counts once.
             (batch, m, n, k, dtype), *_ = found
             beside = _traffic_bytes(self.module, computation, instruction)
             beside -= int(matmul_bytes(batch, m, n, k, itemsize(dtype), itemsize(dtype)))
@@ -504,7 +504,7 @@ def _seen_through(body: Computation, instruction: Instruction) -> Instruction:
 
 
 def _renamed(body: Computation, instruction: Instruction) -> str:
-    """What an instruction gives another shape."""
+    """The name of what an instruction gives another shape, or its own."""
     while instruction.opcode == "bitcast":
         instruction = body[instruction.operands[0]]
     return instruction.name

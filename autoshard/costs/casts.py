@@ -18,6 +18,7 @@ from autoshard.ir.graph import Aval, Eqn, Graph
 from autoshard.ir.op_traits import BRANCH_JOIN, GATHER, LOOP_CONST, LOOP_SLICE, MUL, PAD, REDUCE_SUM
 
 FLOAT32, BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
+_CAST_SHARE = BFLOAT16.itemsize / FLOAT32.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +104,17 @@ def multiplied(graph: Graph) -> dict[int, Multiplied]:
     }
 
 
-def lies_cast(graph: Graph, cast: Mapping[int, Multiplied], value: int) -> bool:
-    """Whether a value lies in memory as products cast it (`multiplied`): it is computed, and nothing else takes it.
+def lying_share(graph: Graph, cast: Mapping[int, Multiplied], value: int) -> float:
+    """The share of a value's bytes that lies in memory: half, if it lies there as products cast it (`multiplied`).
 
-    Not what is updated where it was given.
+    So does what is computed, if nothing else takes it; not what is updated where it was given.
     """
     while (how := cast.get(value)) is not None and how.alone and value in graph.producers:
         e, _ = graph.producers[value]
         if not graph.eqns[e].traits.renames:
-            return not (graph.eqns[e].traits.link or graph.eqns[e].traits.updates)
+            return 1.0 if graph.eqns[e].traits.link or graph.eqns[e].traits.updates else _CAST_SHARE
         value = graph.made_from(e)[0]
-    return False
+    return 1.0
 
 
 def cast_ahead(graph: Graph, *, products: bool) -> dict[int, CastAhead]:

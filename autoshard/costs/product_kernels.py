@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.costs.casts import lies_cast, widening
+from autoshard.costs.casts import lying_share, widening
 from autoshard.costs.compute import multiplied_dtype
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.resharding import Unfused
@@ -32,7 +32,6 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import DERIVE, LOOP_STACK, RAGGED_DOT, RECALL, SLICE
 
 _NONE = -1
-_CAST = 0.5  # of the bytes of float32, as products cast it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +127,13 @@ def fused_bytes(
                 nbytes = aval.nbytes * numerator.share(aval, split(codes, 0, aval.ndim, mesh))
             total += share * nbytes / np.minimum(pieces, max(aval.size, 1))
         total -= share * operand.size * itemsize / pieces
-    for i, v in enumerate(graph.operands[e]):
-        if i not in kernel.made_from and lies_cast(graph, lives.multiplied, v):
-            lying = of_operands[i] * eqn.operands[i].size * itemsize
-            total -= _CAST * lying / shards(strategies.operands[i], eqn.operands[i].ndim, mesh)
+    for i, (v, operand) in enumerate(zip(graph.operands[e][:2], eqn.operands, strict=False)):
+        missing = 0.0 if i in kernel.made_from else 1.0 - lying_share(graph, lives.multiplied, v)
+        pieces = shards(strategies.operands[i], operand.ndim, mesh)
+        total -= of_operands[i] * missing * operand.size * itemsize / pieces
     (codes,), (product,) = strategies.results, eqn.results
     unreduced = (decode(codes, product.ndim, mesh.ndim) == SUM).any(axis=1)
-    written = (_CAST if lies_cast(graph, lives.multiplied, result) else 1.0) if kernel.writes_product else 0.0
+    written = lying_share(graph, lives.multiplied, result) if kernel.writes_product else 0.0
     unwritten = (1.0 - written) * (product if part is None else part).size * itemsize
     finishes = np.where(unreduced, 0, kernel.finishes_bytes - unwritten)
     return total + (kernel.adds_bytes + finishes) / shards(codes, product.ndim, mesh)
@@ -155,7 +154,7 @@ class _Kernels:
         self.graph, self.onward, self.flows, self.levels, self.absorbed = graph, onward, flows, levels, lives.absorbed
         self.held = lives.held
         self.unwritten, self.gathered = lives.unwritten_products, lives.gathered
-        self.cast = {v for v in np.flatnonzero(self.held).tolist() if lies_cast(graph, lives.multiplied, v)}
+        self.multiplied = lives.multiplied
         self.read = {  # value that who takes it reads in memory → the bytes of it that are read
             v: lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else self._lying(v)
             for v in np.flatnonzero(self.held).tolist()
@@ -263,7 +262,7 @@ class _Kernels:
 
     def _lying(self, value: int) -> int:
         """The bytes of a value that lies in memory, maybe as products cast it."""
-        return int(self.graph.avals[value].nbytes * (_CAST if value in self.cast else 1.0))
+        return int(self.graph.avals[value].nbytes * lying_share(self.graph, self.multiplied, value))
 
     def _nbytes(self, values: Iterable[int]) -> int:
         return sum(self.read.get(v, self.graph.avals[v].nbytes) for v in values)

@@ -489,3 +489,29 @@ def test_a_stack_that_loops_narrow_is_gathered_and_held_as_they_cast_it() -> Non
     assert checked.memory.compiled is not None
     activations = checked.memory.predicted.peak - checked.memory.compiled.peak  # which the compiler has in VMEM
     assert 0 <= activations < 2**27
+
+
+@needs_gpu_compiler
+def test_what_is_updated_where_it_was_given_has_no_second_place() -> None:
+    """A cache that is donated, and read by a product behind its update."""
+
+    def program(cache: Any, queries: Any, new: Any, at: Any) -> Any:
+        cache = jax.lax.dynamic_update_slice(cache, new, (0, 0, at, 0))
+        return cache, jnp.einsum("bhqd,bhtd->bhqt", queries, cache)
+
+    rows, split = BF16((64, 16, 64, 128)), P("x")
+    plan = autoshard.plan(
+        program,
+        BF16((64, 16, 4096, 128)),
+        rows,
+        rows,
+        jax.ShapeDtypeStruct((), jnp.int32),
+        mesh={"x": 8},
+        hardware="h100:1x8",
+        donate_argnums=0,
+        in_shardings=(split, split, split, P()),
+        out_shardings=split,
+    )
+    memory = plan.verify("gpu").memory
+    assert memory.compiled is not None
+    assert memory.predicted.peak == pytest.approx(memory.compiled.peak, rel=0.01)

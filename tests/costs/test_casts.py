@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.costs.casts import lies_cast, multiplied
+from autoshard.costs.casts import lying_share, multiplied
 from autoshard.ir.graph import build
 
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -27,7 +27,7 @@ def test_what_products_alone_take_lies_as_they_cast_it(fn: Callable[[jax.Array],
     (made,) = (graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == "tanh")
     names = [made, *(graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == "reshape")]
     cast = multiplied(graph)
-    assert {lies_cast(graph, cast, name) for name in names} == {lies}
+    assert {lying_share(graph, cast, name) for name in names} == {0.5 if lies else 1.0}
 
 
 def test_what_leaves_or_is_updated_in_its_place_lies_as_it_is() -> None:
@@ -42,10 +42,10 @@ def test_what_leaves_or_is_updated_in_its_place_lies_as_it_is() -> None:
         graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive in ("tanh", "dynamic_update_slice")
     ]
     assert len(made) == 3
-    assert not any(lies_cast(graph, cast, value) for value in made)
+    assert {lying_share(graph, cast, value) for value in made} == {1.0}
 
 
 def test_what_is_given_lies_as_it_is_given() -> None:
     graph = build(jax.make_jaxpr(lambda x: x @ x)(X), "tpu")
     assert multiplied(graph)[graph.inputs[0]].alone
-    assert not lies_cast(graph, multiplied(graph), graph.inputs[0])
+    assert lying_share(graph, multiplied(graph), graph.inputs[0]) == 1.0

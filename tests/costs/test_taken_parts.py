@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
-import autoshard
+from autoshard.api.evaluate import evaluate
 from autoshard.costs.compute import rule_of_part
 from autoshard.costs.taken_parts import shares, taken_parts
 from autoshard.ir.graph import build
@@ -56,16 +57,16 @@ def test_of_operands_what_a_part_needs_is_read() -> None:
 def test_scores_of_the_last_position_take_the_time_and_the_memory_that_xla_tpu_needs(sequences: int) -> None:
     """All positions' of a device with one sequence."""
     x, w = F32((4 * sequences, 1024, 1024), jnp.bfloat16), F32((1024, 65536), jnp.bfloat16)
-    plan = autoshard.plan(
+    evaluation = evaluate(
         lambda x, w: (jnp.tanh(x) @ w)[:, -1].argmax(-1),
         x,
         w,
         mesh={"x": 4},
         hardware="tpu-v5e:2x2",
-        in_shardings=(jax.P("x"), jax.P()),
-        out_shardings=jax.P("x"),
+        in_specs=(P("x"), P()),
+        out_specs=P("x"),
     )
-    found = plan.verify()
+    found = evaluation.verify()
     assert found.compute is not None
     assert found.compute.predicted_s == pytest.approx(found.compute.compiled_s, rel=0.1)
     assert found.memory.compiled is not None

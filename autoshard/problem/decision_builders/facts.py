@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.carriers import Carriers, carriers
-from autoshard.costs.casts import lies_cast
+from autoshard.costs.casts import lying_share
 from autoshard.costs.cut_operands import CutOperands, cut_operands
 from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
 from autoshard.costs.execution_order import in_place, late_gradients, loop_spans
@@ -121,15 +121,11 @@ class GraphFacts:
         recalled = maker >= 0 and self.graph.recalls_slice(maker)
         return self.decides(value) and bool(self.held[value]) and not recalled
 
-    def lying_share(self, value: int) -> float:
-        """The share of a value's bytes that lies in memory: half of what only products take, and cast."""
-        return 0.5 if lies_cast(self.graph, self.lives.multiplied, value) else 1.0
-
     def read_share(self, value: int, codes: Codes) -> NDArray[np.float64]:
         """In each layout, the share of a value's bytes that who takes it reads: for a numerator maybe its product's."""
         numerator = self.lives.numerators.get(value)
         if numerator is None:
-            return np.full(len(codes), self.lying_share(value))
+            return np.full(len(codes), lying_share(self.graph, self.lives.multiplied, value))
         aval = self.graph.avals[value]
         return numerator.share(aval, split(codes, 0, aval.ndim, self.mesh))
 
@@ -137,7 +133,7 @@ class GraphFacts:
         """In each layout, the share of a value's bytes that who makes it writes: none where its product lies there."""
         numerator = self.lives.numerators.get(value)
         if numerator is None:
-            return np.full(len(codes), self.lying_share(value))
+            return np.full(len(codes), lying_share(self.graph, self.lives.multiplied, value))
         aval = self.graph.avals[value]
         return np.where(numerator.are_products(aval, split(codes, 0, aval.ndim, self.mesh)), 0.0, 1.0)
 
