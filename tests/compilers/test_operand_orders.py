@@ -202,8 +202,8 @@ def test_caches_of_a_step_are_copied_and_transposed_there_and_back(groups: int, 
     cache = S((64, 1024, groups, 128))
     weights = [S((512, heads, 128)), S((512, groups, 128)), S((512, groups, 128)), S((heads, 128, 512))]
     arguments = [(cache, cache)] * 3, S((64, new, 512)), [weights] * 3, jax.ShapeDtypeStruct((), jnp.int32)
-    split = {"mesh": {"data": 2, "model": 4}, "hardware": "h100:1x8", "donate_argnums": (0,)}
-    found = autoshard.plan(decoded, *arguments, **split).verify()
+    mesh = {"data": 2, "model": 4}
+    found = autoshard.plan(decoded, *arguments, mesh=mesh, hardware="h100:1x8", donate_argnums=(0,)).verify()
     predicted, compiled = predicted_and_compiled_s(found)
     assert predicted == pytest.approx(compiled, rel=0.05)
     assert found.memory.compiled is not None
