@@ -1,10 +1,10 @@
 """Execution order: the order in which compilers run the equations of a program.
 
-No contraction depends on a weight's gradient, so XLA:GPU's scheduler runs it after all others. In a program
-without loops the weights' gradients are the last contractions, small ones first: each hides the reduction of the
-one before. In a loop they stand at the end of the body; those outside of loops stand behind the loops that follow.
-Gradients of a part that `jax.checkpoint` computes again, or that a plan repeats, stand in the next such part (counted
-at its end), where they hide its gathers and sums.
+No contraction depends on a weight's gradient, so XLA:GPU's scheduler runs it after all others. Without loops
+the weights' gradients are the last contractions, small ones first: each hides the reduction of the one before. The
+product on the way to the gradient of a table, which is a scatter, runs before them. In a loop they stand at the end of
+the body; those outside of loops stand behind the loops that follow. Gradients of a part that `jax.checkpoint` computes
+again, or that a plan repeats, stand in the next such part (counted at its end), where they hide its gathers and sums.
 
 XLA:TPU defers a gradient if nothing runs beside compute and the gradient is whole on every device
 (`problem.memory_usage`), or if something does and nothing reduces it (`problem.decision_builders.late_gradients`).
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import LOOP_RESULT, LOOP_STACK
+from autoshard.ir.op_traits import LOOP_RESULT, LOOP_STACK, SHARD_MAP
 
 
 def positions(graph: Graph, fuses: Sequence[bool], compiler: CompilerModel) -> list[int]:
@@ -39,10 +39,10 @@ def positions(graph: Graph, fuses: Sequence[bool], compiler: CompilerModel) -> l
 
 def _gradients_last(graph: Graph) -> list[int]:
     """When XLA:GPU runs each equation of a program without loops."""
-    feeds = feeding(graph)
+    feeds, made_of = feeding(graph), gradients(graph)
     contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
-    late = [e for e in contractions if not any(feeds[v] for v in graph.results[e])]
-    begin = 1 + max((e for e in contractions if any(feeds[v] for v in graph.results[e])), default=-1)
+    late = [e for e in contractions if any(v in made_of and not feeds[v] for v in graph.results[e])]
+    begin = 1 + max(set(contractions).difference(late), default=-1)
     late.sort(key=lambda e: (sum(graph.avals[v].nbytes for v in graph.results[e]), e))
     calls = graph.again_of if any(graph.again_of) else _segments(graph)
     last = {again: e for e, again in enumerate(calls)}  # equation of a call
@@ -128,6 +128,19 @@ def feeding(graph: Graph) -> NDArray[np.bool_]:
         if onward or eqn.traits.enters_loop or eqn.primitive == LOOP_RESULT or eqn.traits.contraction:
             feeds[list(graph.operands[e])] = True
     return feeds
+
+
+def gradients(graph: Graph) -> frozenset[int]:
+    """Values that outputs of the program are made of, element by element: of its products, gradients of weights."""
+    found = set(graph.outputs)
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        eqn, results = graph.eqns[e], graph.results[e]
+        made = eqn.traits.contraction or eqn.primitive == SHARD_MAP or eqn.traits.scatters or eqn.traits.ends_fusion
+        if made or found.isdisjoint(results):
+            continue
+        size = graph.avals[results[0]].size
+        found.update(v for v in graph.operands[e] if graph.avals[v].size == size)
+    return frozenset(found)
 
 
 def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:

@@ -57,6 +57,29 @@ def test_on_gpu_weights_gradients_come_last_and_small_ones_first() -> None:
     assert len({when[e] for e in late}) == 3  # one after the other
 
 
+def test_a_product_on_the_way_to_a_table_s_gradient_is_not_put_off() -> None:
+    """Other than the weights' gradients behind it, however small: a lookup's gradient is a scatter of it."""
+
+    def form(weights: Any, tokens: Any) -> Any:
+        table, *others = weights
+        x = table[tokens]
+        for w in others:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    def step(weights: Any, tokens: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(form)(weights, tokens))
+
+    weights = [jax.ShapeDtypeStruct(sides, jnp.float32) for sides in ((16, 8), (8, 32), (32, 8))]
+    graph = build(jax.make_jaxpr(step)(weights, jax.ShapeDtypeStruct((64,), jnp.int32)), "cpu")
+    when, last = run(graph, XLA_GPU), gradients(graph)
+    sizes = [graph.avals[graph.results[e][0]].size for e in last]
+    assert sizes == [8 * 32, 8 * 32, 64 * 8]
+    *weights_, looked_up = sorted(last, key=lambda e: sizes[last.index(e)])
+    assert when[looked_up] == looked_up
+    assert all(when[e] > looked_up for e in weights_)
+
+
 def test_nothing_runs_before_what_it_is_computed_from() -> None:
     graph = traced(loss)
     when = run(graph, XLA_GPU)

@@ -292,11 +292,8 @@ def _last_name(draft: Draft, value: int, taker: Port) -> tuple[int, Port]:
         if not (facts.traits.flows[e] and graph.eqns[e].traits.renames):
             break
         (result,) = graph.results[e]
-        uses = facts.graph.consumers.get(result, ())
-        if len(uses) != 1 or result in graph.outputs:
+        onward = _takers(draft, result, draft.made[result], [])
+        if len(onward) != 1 or result in graph.outputs:
             break
-        onward = draft.taker(*uses[0])
-        if onward is None:
-            break
-        value, taker = result, onward
+        value, (taker,) = result, onward
     return value, taker
