@@ -36,8 +36,7 @@ Made by `python -m benchmarks.zoo_steps run` and `… render`.
 The programs of [other people's models](models.md) at the same size, two layers of width 2,048 and 32 × 1,024 tokens:
 the plan's own cost and peak of memory beside the compiled schedule, priced by the same cost model, and the compiler's
 peak (`×0.98`: predicted ÷ compiled). A case *agrees* if every byte that it sends is as planned and the peak no more
-than a tenth above the plan. Failures stay in the list; what the verdict counts is all of it. Rows of 2026-11-28 and
-2026-11-29 were made before compiled schedules counted all that a fusion reads and writes with its products.
+than a tenth above the plan. Failures stay in the list; what the verdict counts is all of it.
 
 Known, and not priced: convolutions with few channels, and recurrent steps of which XLA:GPU makes other kernels than
 one per product; a function of two reductions' operands that is computed in both of them (int8's activations).
