@@ -25,6 +25,18 @@ def contractions_before(graph: Graph, scope: Container[int]) -> dict[int, int]:
     return before
 
 
+def gradients(graph: Graph) -> frozenset[int]:
+    """Values that outputs of the program are made of, element by element: of its products, gradients of weights."""
+    found = set(graph.outputs)
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        eqn, results = graph.eqns[e], graph.results[e]
+        if found.isdisjoint(results) or multiplies(eqn) or eqn.traits.scatters or eqn.traits.ends_fusion:
+            continue
+        size = graph.avals[results[0]].size
+        found.update(v for v in graph.operands[e] if graph.avals[v].size == size)
+    return frozenset(found)
+
+
 def whole_steps(graph: Graph) -> frozenset[int]:
     """The loops whose body has a forward and a backward pass: the next trip takes nothing but their gradients."""
     forward, backward = (

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import LOOP_RESULT, LOOP_STACK, SHARD_MAP
+from autoshard.ir.op_traits import LOOP_RESULT, LOOP_STACK
 
 
 def positions(graph: Graph, fuses: Sequence[bool], compiler: CompilerModel) -> list[int]:
@@ -39,10 +39,10 @@ def positions(graph: Graph, fuses: Sequence[bool], compiler: CompilerModel) -> l
 
 def _gradients_last(graph: Graph) -> list[int]:
     """When XLA:GPU runs each equation of a program without loops."""
-    feeds, made_of = feeding(graph), gradients(graph)
+    onward = feeding(graph) | scattered(graph)
     contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
-    late = [e for e in contractions if any(v in made_of and not feeds[v] for v in graph.results[e])]
-    begin = 1 + max(set(contractions).difference(late), default=-1)
+    late = [e for e in contractions if not any(onward[v] for v in graph.results[e])]
+    begin = 1 + max((e for e in contractions if any(onward[v] for v in graph.results[e])), default=-1)
     late.sort(key=lambda e: (sum(graph.avals[v].nbytes for v in graph.results[e]), e))
     calls = graph.again_of if any(graph.again_of) else _segments(graph)
     last = {again: e for e, again in enumerate(calls)}  # equation of a call
@@ -130,17 +130,13 @@ def feeding(graph: Graph) -> NDArray[np.bool_]:
     return feeds
 
 
-def gradients(graph: Graph) -> frozenset[int]:
-    """Values that outputs of the program are made of, element by element: of its products, gradients of weights."""
-    found = set(graph.outputs)
+def scattered(graph: Graph) -> NDArray[np.bool_]:
+    """Values that a scatter is computed from, as the gradient of a table is from that of its rows."""
+    found = np.zeros(len(graph.avals), bool)
     for e in range(len(graph.eqns) - 1, -1, -1):
-        eqn, results = graph.eqns[e], graph.results[e]
-        made = eqn.traits.contraction or eqn.primitive == SHARD_MAP or eqn.traits.scatters or eqn.traits.ends_fusion
-        if made or found.isdisjoint(results):
-            continue
-        size = graph.avals[results[0]].size
-        found.update(v for v in graph.operands[e] if graph.avals[v].size == size)
-    return frozenset(found)
+        if graph.eqns[e].traits.scatters or any(found[v] for v in graph.results[e]):
+            found[list(graph.operands[e])] = True
+    return found
 
 
 def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:

@@ -53,11 +53,12 @@ from autoshard.costs.dependences import (
     awaited_first,
     contractions_before,
     feeding_products,
+    gradients,
     multiplies,
     sources,
     whole_steps,
 )
-from autoshard.costs.execution_order import gradients, loop_spans
+from autoshard.costs.execution_order import loop_spans
 from autoshard.costs.prices import Machine
 from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
 from autoshard.costs.unmerged_sums import unmerged_sums
