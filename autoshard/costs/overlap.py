@@ -43,12 +43,13 @@ of other weights; that is not priced (it counts where devices update whole weigh
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 from typing import TypeVar
 
 from autoshard.backends.model import CompilerModel
+from autoshard.costs.buckets import BUCKET_BYTES, TRIP_BYTES
 from autoshard.costs.dependences import (
     awaited_first,
     contractions_before,
@@ -60,96 +61,28 @@ from autoshard.costs.dependences import (
 )
 from autoshard.costs.execution_order import loop_spans
 from autoshard.costs.prices import Machine
-from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
 from autoshard.costs.unmerged_sums import unmerged_sums
 from autoshard.costs.unrolled_loops import merged_bytes
+from autoshard.costs.windows import EARLY, LATE, OUTSIDE, OverlapWindows
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import LOOP_CARRY, LOOP_STACK
 
-EARLY, LATE = 0, 1
-OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
 # Outside of loops: AHEAD is the share of the forward pass's compute, up to the last use of a gathered weight, that
-# hides gathers (0.5 to 0.8 for hf-llama, nnx-transformer and optax-lion of `benchmarks.zoo_steps`); BESIDE is the
-# most that hides of communication that contractions wait for, BUSY the share of a part's compute that hides any:
-# XLA:GPU runs the rest beside no collective (fitted to programs without loops).
+# hides gathers (0.5 to 0.8 for hf-llama, nnx-transformer and optax-lion of `benchmarks.zoo_steps`); BUSY the share of
+# a part's compute that hides any communication: XLA:GPU runs the rest beside no collective (fitted to programs without
+# loops).
 AHEAD = 0.68
-BESIDE = 0.75
 BUSY = 0.5
-# In a divided trip: BESIDE_WITHIN is the most that hides of communication that contractions wait for. Of hideable
-# communication, the share TOGETHER hides behind TAKEN of all the trip's compute, and the rest behind APART of the
-# part's compute, or behind all. Fitted to 310 trips as XLA:GPU schedules them: plans of four layers of gpt2-xl,
-# llama3-8b, gemma-7b and mixtral, and hand-written FSDP, on 8, 16 and 32 H100, small to huge batches (those of
-# docs/comparing.md), every size with the same weight. The error of a trip's exposed share of the step has a root mean
-# square of 0.013. A model in which a fixed share is always exposed reaches 0.016 at best.
-BESIDE_WITHIN = 0.6
+# In a divided trip, of hideable communication, the share TOGETHER hides behind TAKEN of all the trip's compute, and the
+# rest behind APART of the part's compute, or behind all. Fitted to 310 trips as XLA:GPU schedules them: plans of four
+# layers of gpt2-xl, llama3-8b, gemma-7b and mixtral, and hand-written FSDP, on 8, 16 and 32 H100, small to huge batches
+# (those of docs/comparing.md), every size with the same weight. The error of a trip's exposed share of the step has a
+# root mean square of 0.013. A model in which a fixed share is always exposed reaches 0.016 at best.
 TOGETHER = 0.61
 TAKEN = 0.38
 APART = 0.12
 
 _T = TypeVar("_T")
-Shares = tuple[tuple[int, float], ...]  # windows, and how much counts in each
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapWindows:
-    """The window in which each value's resharding can hide (or None), and in which each equation's compute counts.
-
-    Attributes:
-      of_value: value → window, or None if its resharding cannot hide.
-      of_equation: equation → the window in which its compute counts.
-      loops: window → its loop; 0 outside of loops.
-      whole: window → the window that it is a part of, or itself.
-      hides: window → windows in which its hideable communication counts, with shares.
-      covers: window → windows in which its compute counts, with shares.
-      buckets: window → bytes up to which the compiler merges its collectives; 0: never.
-      urgent: values on the way to a contraction that is not late.
-      beside: values that hide beside late and idle work; they hide only on the way to an urgent value,
-        and are not merged.
-      idle: equations other than contractions that hide communication: those that run at any time before
-        or after the others of their trip, or before its contractions, and a program's updates.
-      merged: value → the bytes up to which its collective is merged, where its window does not say it.
-    """
-
-    of_value: tuple[int | None, ...]
-    of_equation: tuple[int, ...]
-    loops: tuple[int, ...]
-    whole: tuple[int, ...]
-    hides: tuple[Shares, ...]
-    covers: tuple[Shares, ...]
-    buckets: tuple[int, ...]
-    urgent: frozenset[int]
-    beside: frozenset[int]
-    idle: frozenset[int]
-    merged: Mapping[int, int] = field(default_factory=dict[int, int])
-
-    @property
-    def count(self) -> int:
-        return len(self.whole)
-
-    def share(self, value: int) -> float:
-        """The share of a value's communication that hides where there is enough to hide it behind."""
-        window = self.of_value[value]
-        if window is None or value not in self.beside:
-            return 1.0
-        return BESIDE_WITHIN if self.loops[window] else BESIDE
-
-    def bucket(self, value: int) -> int:
-        """The bytes up to which a value's collective is merged with others; 0 if it is not."""
-        window = self.of_value[value]
-        if value in self.merged:
-            return self.merged[value]
-        return 0 if window is None or value in self.beside else self.buckets[window]
-
-    def with_window(self, *, loop: int, whole: int, hides: Shares, covers: Shares, bucket: int) -> "OverlapWindows":
-        """These and one more, whose number is `count`."""
-        return replace(
-            self,
-            loops=(*self.loops, loop),
-            whole=(*self.whole, whole),
-            hides=(*self.hides, hides),
-            covers=(*self.covers, covers),
-            buckets=(*self.buckets, bucket),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

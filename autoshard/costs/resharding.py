@@ -13,10 +13,7 @@ is a single collective, or a local slice, which moves nothing:
 
 Costs are integer picoseconds; among equal costs the fewest collectives win.
 
-Collectives that are off the critical path (weights' gathers, gradients' reductions)
-are combined by the compilers into *buckets*, so that many small ones pay one latency:
-below a bucket they are priced at the bucket's rate, plus what each costs by itself. All-to-alls
-and permutes are never combined.
+Collectives that are off the critical path pay their share of what they are merged into (`buckets`).
 
 XLA:GPU's collectives split and join arrays along their outermost dimension in memory. An array
 that moves along another dimension is transposed first; that is work of the device, not
@@ -34,27 +31,15 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from autoshard import deadline
+from autoshard.costs.buckets import COMBINED, Bucket, collective_s
 from autoshard.costs.prices import INF_PS, PS_PER_S, CollectiveMachine
 from autoshard.costs.strategies import SUM, WHOLE, Codes, assignments, decode, encode, layouts, shards
 from autoshard.ir.graph import Aval
 from autoshard.ir.mesh import MeshAxes
 
-# XLA:GPU's default combine threshold
-# (`xla_gpu_*_combine_threshold_bytes`, openxla/xla debug_options_flags.cc).
-BUCKET_BYTES = 30 * 2**20
-# In a trip of a loop fewer bytes are merged. With this size, the prices of a trip's collectives are within 5 % (root
-# mean square) of those that XLA:GPU emits, and 2 % too low on average, in 54 trips of four models on 8 and 16 H100
-# (those of docs/comparing.md); with 30 MB they are 7 % too low.
-TRIP_BYTES = 16 * 2**20
-COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
-# What one member of a bucket adds: the kernel that copies it in and out (kernel launch
-# overhead of 1 µs in XLA's own model, openxla/xla sol_gpu_cost_model.cc). To an all-reduce it
-# adds as much as to the reduce-scatter and the all-gather that do the same: else small
-# parameters would be kept whole for that alone.
-MEMBER_S = 1e-6
 _SUBLANES, _LANES = 8, 128  # of a tile of a TPU's vector memory
 _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
 
@@ -101,19 +86,6 @@ class Strides(NamedTuple):
 NO_STRIDES = Strides()
 
 
-def collective_s(
-    machine: CollectiveMachine, kind: str, axes: tuple[str, ...], nbytes: ArrayLike, *, bucket: int
-) -> NDArray[np.float64]:
-    """Seconds of collectives, alone (`bucket` 0) or as their share of a bucket of so many bytes."""
-    sizes = np.asarray(nbytes, np.float64)
-    if not bucket or kind not in COMBINED:
-        return np.asarray(machine.collective_s(kind, axes, sizes))
-    whole = np.maximum(sizes, bucket)
-    share = np.asarray(machine.collective_s(kind, axes, whole)) * (sizes / whole)
-    member_s = MEMBER_S * (2 if kind == "all-reduce" else 1)
-    return share + np.where((sizes > 0) & (share > 0), member_s, 0.0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfused:
     """A kernel that a value needs if it is moved, by bytes of whole arrays.
@@ -155,9 +127,9 @@ class Resharder:
     ) -> None:
         self.mesh, self.machine, self.pinned, self.outermost = mesh, machine, pinned, outermost
         self.shares: Mapping[str, float] = shares or {}
-        self._tables: dict[tuple[tuple[int, ...], int, int, Strides], _Table] = {}
+        self._tables: dict[tuple[tuple[int, ...], int, Bucket, Strides], _Table] = {}
 
-    def table(self, aval: Aval, *, bucket: int, strides: Strides = NO_STRIDES) -> "_Table":
+    def table(self, aval: Aval, *, bucket: Bucket, strides: Strides = NO_STRIDES) -> "_Table":
         """The table of a value's shape and element size."""
         if not self.outermost:
             strides = NO_STRIDES
@@ -167,21 +139,21 @@ class Resharder:
         return self._tables[key]
 
     def cost_ps(
-        self, aval: Aval, source: Codes, target: Codes, *, bucket: int, strides: Strides = NO_STRIDES
+        self, aval: Aval, source: Codes, target: Codes, *, bucket: Bucket, strides: Strides = NO_STRIDES
     ) -> NDArray[np.int64]:
         """Picoseconds from each source code (rows) to each target code (columns)."""
         table = self.table(aval, bucket=bucket, strides=strides)
         return table.ps[np.ix_(table.at(source), table.at(target))]
 
     def transposes_ps(
-        self, aval: Aval, source: Codes, target: Codes, *, bucket: int, strides: Strides = NO_STRIDES
+        self, aval: Aval, source: Codes, target: Codes, *, bucket: Bucket, strides: Strides = NO_STRIDES
     ) -> NDArray[np.int64]:
         """The part of `cost_ps` that transposes take."""
         table = self.table(aval, bucket=bucket, strides=strides)
         return table.transposes_ps[np.ix_(table.at(source), table.at(target))]
 
     def hidden_ps(
-        self, aval: Aval, source: Codes, target: Codes, *, bucket: int, strides: Strides = NO_STRIDES
+        self, aval: Aval, source: Codes, target: Codes, *, bucket: Bucket, strides: Strides = NO_STRIDES
     ) -> NDArray[np.int64]:
         """The part of `cost_ps` that may hide, by its kind."""
         table = self.table(aval, bucket=bucket, strides=strides)
@@ -192,7 +164,7 @@ class Resharder:
         return self.shares.get(kind, 0.0) if self.shares else 1.0
 
     def path(
-        self, aval: Aval, source: int, target: int, *, bucket: int, strides: Strides = NO_STRIDES
+        self, aval: Aval, source: int, target: int, *, bucket: Bucket, strides: Strides = NO_STRIDES
     ) -> tuple[Step, ...]:
         """The steps of the cheapest path; raises ValueError where there is none."""
         return self.table(aval, bucket=bucket, strides=strides).path(source, target)
@@ -217,7 +189,9 @@ class _Moves:
 class _Table:
     """All-pairs cheapest paths between the layouts of one shape."""
 
-    def __init__(self, of: Resharder, shape: tuple[int, ...], itemsize: int, *, bucket: int, strides: Strides) -> None:
+    def __init__(
+        self, of: Resharder, shape: tuple[int, ...], itemsize: int, *, bucket: Bucket, strides: Strides
+    ) -> None:
         mesh, machine, pinned, outermost, shares = of.mesh, of.machine, of.pinned, of.outermost, of.shares
         self.shape, self.mesh, self._strides = shape, mesh, strides
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))

@@ -24,7 +24,7 @@ from autoshard import deadline
 from autoshard.api.plan_many import plan_many
 from autoshard.api.planning import plan
 from autoshard.api.solved_plan import SolvedPlan
-from autoshard.costs.resharding import BUCKET_BYTES, collective_s
+from autoshard.costs.buckets import BUCKET_BYTES, collective_s
 from autoshard.costs.strategies import layout_of, matching
 from autoshard.errors import InfeasibleError, StoppedError
 from autoshard.explore.builder import load_target

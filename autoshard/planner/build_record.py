@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from autoshard.backends.devices import Target
-from autoshard.costs.resharding import BUCKET_BYTES
+from autoshard.costs.buckets import BUCKET_BYTES
 from autoshard.costs.strategies import layout_of
 from autoshard.ir import graph as graphs
 from autoshard.ir import manual_calls

@@ -42,6 +42,7 @@ from autoshard.planner.host_state_space import best_with_state
 from autoshard.planner.infeasible import infeasible, nothing_fits, with_gaps
 from autoshard.planner.like_layers import equal_places
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
+from autoshard.planner.merged_prices import as_merged
 from autoshard.planner.planning_result import PlanningResult, fitting
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.record import PlanRecord, summed_in_trips_s
@@ -423,9 +424,11 @@ def solve_space(
 def _best(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice] = ()) -> PlanningResult:
     """The best plan in a search space, with every constraint."""
     limit = space.request.memory_bytes
-    return fitting(
-        lambda nbytes: _within(space, budget, known, nbytes), limit, lambda found: with_gaps(found.record, space)
-    )
+
+    def within(nbytes: int) -> PlanningResult:
+        return as_merged(lambda priced, begun: _within(priced, budget, (*begun, *known), nbytes), space)
+
+    return fitting(within, limit, lambda found: with_gaps(found.record, space))
 
 
 def _within(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice], memory_bytes: int) -> PlanningResult:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.backends.timeline import host_copy_name
+from autoshard.costs.buckets import Bucket, collective_s
 from autoshard.costs.prices import PS_PER_S
-from autoshard.costs.resharding import collective_s
 from autoshard.costs.strategies import decode
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.collective import Collective
@@ -216,6 +216,6 @@ def peak_flops_per_s(assignment: Assignment, rate: Callable[[str], float]) -> fl
     return flops(assignment) / at_peak_s if at_peak_s else None
 
 
-def _seconds(assignment: Assignment, kind: str, axes: tuple[str, ...], nbytes: int, bucket: int) -> float:
+def _seconds(assignment: Assignment, kind: str, axes: tuple[str, ...], nbytes: int, bucket: Bucket) -> float:
     """What a collective takes once, merged with others into a bucket of so many bytes."""
     return float(collective_s(assignment.resharder.machine, kind, axes, nbytes, bucket=bucket))

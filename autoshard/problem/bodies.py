@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from autoshard.backends.model import CompilerModel
+from autoshard.costs.buckets import BUCKET_BYTES, COMBINED, collective_s
 from autoshard.costs.overlap import hidden_shares
 from autoshard.costs.prices import PS_PER_S, Machine
-from autoshard.costs.resharding import BUCKET_BYTES, COMBINED, collective_s
 from autoshard.ir.graph import Aval, Eqn, Graph, Path, build
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes

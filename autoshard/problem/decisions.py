@@ -27,12 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.hlo.text import UNKNOWN
+from autoshard.costs.buckets import Bucket
 from autoshard.costs.carriers import Carried
 from autoshard.costs.liveness import LiveRanges
-from autoshard.costs.overlap import EARLY, OverlapWindows
 from autoshard.costs.prices import INF_PS, PS_PER_S, picoseconds
 from autoshard.costs.resharding import Resharder, Strides, Unfused
 from autoshard.costs.strategies import SUM, WHOLE, Codes, Strategies, decode, encode, shards
+from autoshard.costs.windows import EARLY, OverlapWindows
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.ports import Port, Usage
@@ -211,7 +212,7 @@ class Edge:
     target: Codes
     window: int | None
     hides: float
-    bucket: int
+    bucket: Bucket
     strides: Strides
     trips: int
     forbidden: NDArray[np.bool_] | None = None

@@ -15,8 +15,8 @@ from autoshard.costs.execution_order import behind_loops, loop_spans
 from autoshard.costs.fusion import FusionTraits
 from autoshard.costs.lanes import share_in_lanes
 from autoshard.costs.liveness import LiveRanges
-from autoshard.costs.overlap import EARLY, LATE, OverlapWindows
 from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, shards, split
+from autoshard.costs.windows import EARLY, LATE, OverlapWindows
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.ports import KEPT, REPEATED, Port, Usage

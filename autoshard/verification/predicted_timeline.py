@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.backends.timeline import Event, HostMove, Multiplication, Stream, Timeline
-from autoshard.costs.overlap import EARLY
+from autoshard.costs.windows import EARLY
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import LOOP_SLICE, LOOP_STACK
 from autoshard.problem import bill

@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.backends import compile, devices, hlo
 from autoshard.backends.known_compilers import XLA_GPU, XLA_TPU
-from autoshard.costs.overlap import OUTSIDE, overlap_windows
-from autoshard.costs.resharding import TRIP_BYTES
+from autoshard.costs.buckets import TRIP_BYTES
+from autoshard.costs.overlap import overlap_windows
 from autoshard.costs.unmerged_sums import unmerged_sums
+from autoshard.costs.windows import OUTSIDE
 from autoshard.ir.graph import build
 from autoshard.ir.mesh import MeshAxes
 from tests.installed import needs_gpu_compiler

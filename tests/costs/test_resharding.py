@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 import cost_models
+from autoshard.costs.buckets import BUCKET_BYTES, TRIP_BYTES, collective_s
 from autoshard.costs.prices import INF_PS, PS_PER_S
-from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES, Resharder, Step, collective_s
+from autoshard.costs.resharding import Resharder, Step
 from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, encode, layout_of, layouts, shards
 from autoshard.ir.graph import Aval
 from autoshard.ir.mesh import MeshAxes

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.backends.known_compilers import XLA_CPU, XLA_GPU, XLA_TPU
-from autoshard.costs.overlap import AHEAD, APART, BUSY, EARLY, LATE, OUTSIDE, TAKEN, TOGETHER, overlap_windows
+from autoshard.costs.overlap import AHEAD, APART, BUSY, TAKEN, TOGETHER, overlap_windows
+from autoshard.costs.windows import EARLY, LATE, OUTSIDE
 from autoshard.ir.graph import Graph, build
 
 

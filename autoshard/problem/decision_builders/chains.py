@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.casts import widening
-from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
 from autoshard.costs.strategies import Codes, layouts, shards
+from autoshard.costs.windows import EARLY
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
 from autoshard.problem.decision_builders.stage_dimensions import are_staged

@@ -11,11 +11,11 @@ from autoshard.costs import compute
 from autoshard.costs.fusion import fused_names
 from autoshard.costs.lanes import bytes_in_lanes, table_in_lanes
 from autoshard.costs.matmul_fusions import is_matmul
-from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
 from autoshard.costs.product_kernels import fused_bytes
 from autoshard.costs.reductions import kernel_levels, sources_in_memory
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
+from autoshard.costs.windows import EARLY
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Aval, Eqn, Graph
 from autoshard.ir.op_traits import (

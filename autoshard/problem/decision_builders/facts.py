@@ -17,7 +17,7 @@ from autoshard.costs.liveness import LiveRanges, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.merged_products import MergedProduct, merged_products
 from autoshard.costs.operand_orders import Rewritten, rewritten_operands
-from autoshard.costs.overlap import EARLY, OverlapWindows, hidden_shares, overlap_windows
+from autoshard.costs.overlap import hidden_shares, overlap_windows
 from autoshard.costs.prices import Machine
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
 from autoshard.costs.ragged_products import DenseProduct, dense_products
@@ -27,6 +27,7 @@ from autoshard.costs.shared_gathers import groups
 from autoshard.costs.softmaxes import SoftmaxFacts
 from autoshard.costs.strategies import SUM, Codes, check_counts, decode, split
 from autoshard.costs.strides import strides
+from autoshard.costs.windows import EARLY, OverlapWindows
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import LOOP_SLICE
