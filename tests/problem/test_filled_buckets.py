@@ -9,6 +9,7 @@ import pytest
 
 from autoshard.backends.known_compilers import XLA_GPU
 from autoshard.costs.buckets import BUCKET_BYTES, Filled, collective_s
+from autoshard.costs.windows import EARLY
 from autoshard.planner.merged_prices import UNPAID
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
@@ -48,32 +49,32 @@ def test_decisions_are_priced_at_what_an_assignment_merges(name: str) -> None:
         assert unpaid_s(after) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_where_a_bucket_is_full_nothing_changes() -> None:
+def test_buckets_are_known_for_the_windows_that_they_are_found_for_alone() -> None:
     of = space_of(smallest(TINY[0], step=True), mesh=MESH, hardware="h100:4x8", compiler=XLA_GPU)[0]
-    full = with_filled(of.decisions, {w: Filled(of=(), rest=BUCKET_BYTES) for w in of.decisions.windows.whole})
-    buckets = [(a.bucket, b.bucket) for a, b in zip(of.decisions.edges, full.edges, strict=True)]
-    machine = hardware("h100:4x8").place(MESH)
-    prices = [[float(collective_s(machine, "all-gather", ALL, 64, bucket=b)) for b in pair] for pair in buckets]
-    assert prices and all(one == other for one, other in prices)
+    bucket = Filled(of=(), rest=4096)
+    filled = with_filled(of.decisions, {EARLY: bucket})
+    windows = of.decisions.windows
+    assert {edge.bucket for edge in filled.edges if windows.of_value[edge.value] == EARLY} == {bucket}
+    changed = {a.value for a, b in zip(of.decisions.edges, filled.edges, strict=True) if a.bucket != b.bucket}
+    assert {windows.of_value[value] for value in changed} == {EARLY}
 
 
-def _mlp(width: int) -> Program:
+def test_a_small_program_does_not_split_its_vectors_for_a_latency_that_nobody_shares() -> None:
+    """Two layers with momentum: biases in parts save nothing, and are gathered by two collectives of their own."""
+
     def loss(params: Any, x: Any) -> Any:
         for w, b in params:
             x = jnp.tanh(x @ w + b)
         return jnp.mean(x**2)
 
-    def step(params: Any, x: Any) -> Any:
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+    def step(params: Any, momentum: Any, x: Any) -> Any:
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, jax.grad(loss)(params, x))
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum
 
-    layer = jax.ShapeDtypeStruct((width, width), jnp.float32), jax.ShapeDtypeStruct((width,), jnp.float32)
-    x = jax.ShapeDtypeStruct((width, width), jnp.float32)
-    return Program.of(step, ([layer] * 2, x), donated=frozenset())
-
-
-def test_a_small_program_does_not_split_its_vectors_for_a_latency_that_nobody_shares() -> None:
-    planned = planned_of(_mlp(512), mesh=MESH, hardware="h100:4x8", compiler=XLA_GPU)
+    state = [(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((1024,), jnp.float32))] * 2
+    x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+    program = Program(fn=step, args=(state, state, x), names=("params", "momentum", "x"), donated=frozenset({0, 1}))
+    planned = planned_of(program, mesh=MESH, hardware="h100:4x8", compiler=XLA_GPU)
     assert unpaid_s(planned.assignment) <= UNPAID * planned.solution.objective * UNIT_S
+    assert not [row for _, row in bill.transfers(planned.assignment) if row.nbytes <= 4096]
     assert "small collectives" in planned.record.certificate.space
-    moved = [row for _, row in bill.transfers(planned.assignment) if row.nbytes <= 4 * 512]
-    assert not moved
