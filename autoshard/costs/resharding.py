@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, combinations, permutations, product
-from math import prod
+from math import log2, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +41,7 @@ from autoshard.ir.graph import Aval
 from autoshard.ir.mesh import MeshAxes
 
 _SUBLANES, _LANES = 8, 128  # of a tile of a TPU's vector memory
+_CHUNK = 2**16  # elements, of what XLA:TPU scatters at once
 _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
 
 
@@ -536,6 +537,7 @@ def _scatters(
     sum is transposed behind its product, which is not known here). Nor is an odd number along either, if the other
     fills none: they change places. Of the dimensions before them, the outermost is scattered, and any that is longer
     than the last but one, whose place it then takes (libtpu 0.0.52 without windowed einsum; `test_tiles_tpu.py`).
+    A matrix is scattered in chunks of equally many tiles of its other dimension (`_in_chunks`).
     """
     ndim, sizes = len(shape), np.array(mesh.sizes)
     rows = decode(after, ndim, mesh.ndim)
@@ -550,11 +552,32 @@ def _scatters(
     fills = np.where(local[:, : ndim - 2].prod(axis=1) == 1, left >= _SUBLANES, left * itemsize % (4 * _SUBLANES) == 0)
     other = np.where(dim == ndim - 1, local[:, -2], local[:, -1])
     turned = (left % (2 * _LANES) == _LANES) & (other % _LANES != 0)
-    return np.select(
+    found = np.select(
         [dim == ndim - 1, dim == ndim - 2],
         [fills & (left != _LANES) & ~turned, fills & ~turned],
         outermost | (before > local[:, ndim - 2]),
     )
+    ways = int(sizes[list(over)].prod())
+    for at in np.flatnonzero(found & (local[:, : ndim - 2].prod(axis=1) == 1)):
+        found[at] = _in_chunks(int(other[at]), int(before[at]), itemsize, ways)
+    return found
+
+
+@cache
+def _in_chunks(rows: int, columns: int, itemsize: int, ways: int) -> bool:
+    """Whether a matrix of so many rows divides into chunks, tile by tile, in which XLA:TPU scatters its columns.
+
+    A chunk and four of its pieces are no more than 15 MB, and chunks have so many elements that grows with devices, if
+    there are several. (Bisected with libtpu 0.0.52 on v5p over 2, 4, 8 and 16 devices, in bfloat16 and float32, and on
+    v5e over 4: 14.8 to 15.4 MB.) An eighth of llama3's vocabulary, 16,032 rows (1,002 tiles = 2 · 3 · 167), is not
+    scattered along 2,048 columns, but along 1,024 or 4,096. `rows` may be the columns, and `columns` the rows.
+    """
+    height = _SUBLANES if rows % (4 * _SUBLANES // itemsize) else 4 * _SUBLANES // itemsize
+    tiles, tile = -(-rows // height), height * columns
+    least, most = _CHUNK * (log2(ways) + 2), 15e6 / (1 + 4 / ways)
+    if tiles * tile < least:
+        return True
+    return any(tiles % n == 0 and n * tile >= least and n * tile * itemsize <= most for n in range(1, tiles + 1))
 
 
 def _shortest(weight: NDArray[np.int64], within: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:

@@ -42,8 +42,7 @@ from autoshard.planner.host_state_space import best_with_state
 from autoshard.planner.infeasible import infeasible, nothing_fits, with_gaps
 from autoshard.planner.like_layers import equal_places
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
-from autoshard.planner.merged_prices import as_merged
-from autoshard.planner.planning_result import PlanningResult, fitting
+from autoshard.planner.planning_result import PlanningResult, as_merged, fitting
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.record import PlanRecord, summed_in_trips_s
 from autoshard.planner.request import PlanRequest

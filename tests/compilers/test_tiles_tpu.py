@@ -26,6 +26,9 @@ from tests.installed import needs_tpu_compiler
         (2560, 6912, "all-reduce"),  # 640 and 1728 are left: five tiles, and no whole ones
         (2560, 7168, "reduce-scatter"),
         (3072, 6912, "reduce-scatter"),
+        (1024, 25152, "reduce-scatter"),  # 6288 are left, 3 · 131 tiles of 16: in chunks of 131
+        (2048, 25152, "all-reduce"),  # 131 are too large for a chunk, 3 too small
+        (2048, 25088, "reduce-scatter"),
     ],
 )
 def test_a_sum_is_scattered_as_the_plan_says(rows: int, columns: int, kind: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from autoshard.backends.known_compilers import XLA_GPU
 from autoshard.costs.buckets import BUCKET_BYTES, Filled, collective_s
 from autoshard.costs.windows import EARLY
-from autoshard.planner.merged_prices import UNPAID
+from autoshard.planner.planning_result import UNPAID
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.filled_buckets import refilled, unpaid_s, with_filled
