@@ -23,7 +23,6 @@ from autoshard.planner.request import request_of
 from autoshard.planner.requested_shardings import AUTO
 from autoshard.planner.search_space import SearchSpace, build_search_space
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.filled_buckets import refilled
 from autoshard.problem.formulation import UNIT_S, formulate
 from autoshard.solver.evaluate import evaluate as price
 
@@ -105,7 +104,6 @@ def _by_shardy(space: SearchSpace) -> Evaluation:
     choice, inexact = nearest(decisions, resharder, layouts, compiler)
     if target.machine.gathers_ahead:
         decisions = gathered(decisions, choice)
-    decisions = refilled(Assignment(decisions=decisions, resharder=resharder, choice=choice))
     problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem
     objective = price(problem, choice).objective
     assert objective is not None  # `nearest` takes no forbidden choice

@@ -26,7 +26,7 @@ def of_layouts(formulation: Formulation, solution: Solution, hardware: Hardware)
         space=(
             f"{_every(formulation.decisions)} of {nodes} decisions ({classes} after decisions in equal places "
             "share one), element-wise chains in one layout, one shared copy per value; priced by autoshard's model of "
-            f"{hardware.name}{_merging(formulation.decisions)}{_without(unpriced(formulation.decisions))}"
+            f"{hardware.name}{_without(unpriced(formulation.decisions))}"
         ),
     )
 
@@ -39,11 +39,6 @@ def _every(decisions: Decisions) -> str:
     for axis in decisions.staged:
         found += f", in a pipeline's layers with one stage per shard of {axis},"
     return found
-
-
-def _merging(decisions: Decisions) -> str:
-    """At which bytes collectives are priced that a compiler merges, if a plan has less than buckets of them."""
-    return ", small collectives at what this plan merges of them" if decisions.windows.filled else ""
 
 
 def _without(names: Sequence[str]) -> str:

@@ -40,9 +40,10 @@ from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import most_saved_s
 from autoshard.planner.host_state_space import best_with_state
 from autoshard.planner.infeasible import infeasible, nothing_fits, with_gaps
+from autoshard.planner.latencies import sharing_latencies
 from autoshard.planner.like_layers import equal_places
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
-from autoshard.planner.planning_result import PlanningResult, as_merged, fitting
+from autoshard.planner.planning_result import PlanningResult, fitting
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.record import PlanRecord, summed_in_trips_s
 from autoshard.planner.request import PlanRequest
@@ -423,11 +424,9 @@ def solve_space(
 def _best(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice] = ()) -> PlanningResult:
     """The best plan in a search space, with every constraint."""
     limit = space.request.memory_bytes
-
-    def within(nbytes: int) -> PlanningResult:
-        return as_merged(lambda priced, begun: _within(priced, budget, (*begun, *known), nbytes), space)
-
-    return fitting(within, limit, lambda found: with_gaps(found.record, space))
+    return fitting(
+        lambda nbytes: _within(space, budget, known, nbytes), limit, lambda found: with_gaps(found.record, space)
+    )
 
 
 def _within(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice], memory_bytes: int) -> PlanningResult:
@@ -471,10 +470,18 @@ def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known:
         raise StoppedError("solving")
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise infeasible(space, formulation, solution, budget.time_limit_s)
-    choice = break_ties(formulation.problem, solution.choice, formulation.moves())
+    priced, choice = formulation, solution.choice
+    if budget.rel_gap:  # else the best at these prices was asked for, and no other
+
+        def at_prices(other: Formulation, begun: Int) -> Solution:
+            return _run(other, budget, (begun,))
+
+        priced, choice = sharing_latencies(formulation, choice, at_prices)
+    choice = break_ties(priced.problem, choice, priced.moves())
     if space.gradient is None:
-        like = equal_places(space.traced, formulation.decisions, formulation.folding)
-        choice = make_alike(formulation.problem, choice, like)
+        like = equal_places(space.traced, priced.decisions, priced.folding)
+        choice = make_alike(priced.problem, choice, like)
+    choice = formulation.write(priced.read(choice))
     objective = evaluate(formulation.problem, choice).objective
     assert objective is not None  # `break_ties` forbids what the problem does
     return solution.instead(choice, objective)

@@ -1,7 +1,4 @@
-"""Planning result: a plan's record with everything that led to it; and how one is found that needs several solutions.
-
-Decisions are priced as if every small collective shared its latency with a bucket of others. Where a plan merges less,
-they are priced again at what it merges, and decided again (`problem.filled_buckets`).
+"""Planning result: a plan's record with everything that led to it.
 
 The solver's limit is of what lives at once. Where the gaps that a compiler leaves between the buffers of its heap come
 on top (`costs.heap`), a plan that fits by the first alone is solved again, under a limit that is lower by what it takes
@@ -11,18 +8,15 @@ too much.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from autoshard.errors import InfeasibleError, TimeLimitError
+from autoshard.errors import InfeasibleError
 from autoshard.ir.trace import Traced
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.filled_buckets import refilled, unpaid_s
 from autoshard.problem.formulation import UNIT_S, Formulation
-from autoshard.problem.warm_start import PortableChoice, chosen
 from autoshard.solver.solution import Solution, Status
 
-ATTEMPTS = 3  # at a plan that fits with gaps, and at one that merges what its prices say
-UNPAID = 5e-3  # of a step, what merged collectives may take beyond their prices
+ATTEMPTS = 3  # at a plan that fits with gaps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,37 +34,6 @@ class PlanningResult:
     def traced(self) -> Traced:
         """The program that was asked about."""
         return self.space.traced
-
-
-def as_merged(
-    solve: Callable[[SearchSpace, tuple[PortableChoice, ...]], PlanningResult], space: SearchSpace
-) -> PlanningResult:
-    """The best plan of those that were found, each priced at what its program merges.
-
-    Args:
-      solve: the best plan of a space; the search begins with some choices.
-      space: a space whose buckets are taken for full.
-    """
-    best = found = solve(space, ())
-    best_s, seconds = _step_s(best), dict(best.seconds)
-    for _ in range(ATTEMPTS):
-        if _step_s(found) <= (1 + UNPAID) * found.solution.objective * UNIT_S:
-            break
-        space = replace(space, decisions=refilled(found.assignment), seconds={})
-        try:
-            found = solve(space, (chosen(space.decisions, found.assignment.choice),))
-        except TimeLimitError:
-            break
-        for stage, more_s in found.seconds.items():
-            seconds[stage] = seconds.get(stage, 0.0) + more_s
-        if _step_s(found) < best_s:
-            best, best_s = found, _step_s(found)
-    return replace(best, seconds=seconds)
-
-
-def _step_s(found: PlanningResult) -> float:
-    """Seconds of a step in which small collectives are merged with what the plan moves, and no more."""
-    return found.solution.objective * UNIT_S + unpaid_s(found.assignment)
 
 
 def fitting(

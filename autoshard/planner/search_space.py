@@ -33,7 +33,6 @@ from autoshard.planner.stages import Stages
 from autoshard.problem.decision_builders.decide import decide
 from autoshard.problem.decision_builders.facts import Requirements, facts_of
 from autoshard.problem.decisions import Decisions
-from autoshard.problem.filled_buckets import with_filled
 from autoshard.rules import rules_of
 from cost_models import Machine
 
@@ -82,8 +81,7 @@ class SearchSpace:
     def repriced(self, machine: Machine) -> "SearchSpace":
         """The same space at the prices of another machine, on which the mesh is placed."""
         request = replace(self.request, target=replace(self.request.target, machine=machine))
-        made = _priced(request, self.gradient, self.decisions.graph, Stages(f"{request.title}, repriced"))
-        return replace(made, decisions=with_filled(made.decisions, self.decisions.windows.filled))
+        return _priced(request, self.gradient, self.decisions.graph, Stages(f"{request.title}, repriced"))
 
 
 _shared_prices: ContextVar[list[Resharder] | None] = ContextVar("shared_prices", default=None)

@@ -2,8 +2,8 @@
 
 Small collectives share one latency if there is a bucket's worth of them (`costs.buckets`). Each decision is priced as
 if there were; in a small program, or over axes that little else is moved over, one pays nearly all of the latency. What
-is merged is known once everything is decided: the decisions are priced again at that, and decided again. Prices per
-byte of a fixed charge, found so from one solution for the next, are *dynamic slope scaling* (Kim and Pardalos 1999).
+is merged is known once everything is decided: then decisions can be priced at that, and decided again. Prices per byte
+of a fixed charge, found so from one solution for the next, are *dynamic slope scaling* (Kim and Pardalos 1999).
 """
 
 from collections import defaultdict

@@ -1,23 +1,17 @@
 """Filled buckets: what small collectives cost, where there is less to merge than a bucket."""
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autoshard.backends.known_compilers import XLA_GPU
 from autoshard.costs.buckets import BUCKET_BYTES, Filled, collective_s
 from autoshard.costs.windows import EARLY
-from autoshard.planner.planning_result import UNPAID
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.filled_buckets import refilled, unpaid_s, with_filled
-from autoshard.problem.formulation import UNIT_S
 from cost_models import hardware
 from tests.assignments import random_choice
-from tests.programs import TINY, Program, planned_of, smallest, space_of
+from tests.programs import TINY, smallest, space_of
 
 MESH = {"data": 4, "model": 8}
 ALL = ("data", "model")
@@ -57,24 +51,3 @@ def test_buckets_are_known_for_the_windows_that_they_are_found_for_alone() -> No
     assert {edge.bucket for edge in filled.edges if windows.of_value[edge.value] == EARLY} == {bucket}
     changed = {a.value for a, b in zip(of.decisions.edges, filled.edges, strict=True) if a.bucket != b.bucket}
     assert {windows.of_value[value] for value in changed} == {EARLY}
-
-
-def test_a_small_program_does_not_split_its_vectors_for_a_latency_that_nobody_shares() -> None:
-    """Two layers with momentum: biases in parts save nothing, and are gathered by two collectives of their own."""
-
-    def loss(params: Any, x: Any) -> Any:
-        for w, b in params:
-            x = jnp.tanh(x @ w + b)
-        return jnp.mean(x**2)
-
-    def step(params: Any, momentum: Any, x: Any) -> Any:
-        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, jax.grad(loss)(params, x))
-        return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum
-
-    state = [(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((1024,), jnp.float32))] * 2
-    x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
-    program = Program(fn=step, args=(state, state, x), names=("params", "momentum", "x"), donated=frozenset({0, 1}))
-    planned = planned_of(program, mesh=MESH, hardware="h100:4x8", compiler=XLA_GPU)
-    assert unpaid_s(planned.assignment) <= UNPAID * planned.solution.objective * UNIT_S
-    assert not [row for _, row in bill.transfers(planned.assignment) if row.nbytes <= 4096]
-    assert "small collectives" in planned.record.certificate.space
