@@ -1,10 +1,14 @@
 """Fewer constraints, the same compiled program."""
 
+import jax
 import pytest
 
 import autoshard
 import models
 from autoshard.api import compiler_minimal_constraints
+from benchmarks.model_zoo import build
+from benchmarks.zoo.program import LARGE
+from benchmarks.zoo.subjects import SUBJECTS
 from tests.api.test_thinning import OPTIONS
 from tests.installed import needs_gpu_compiler
 
@@ -26,3 +30,22 @@ def test_the_gpu_compiler_emits_the_same_with_fewer_constraints() -> None:
             abs(row.emitted_bytes - emitted.get((row.kind, row.axes), 0))
             <= compiler_minimal_constraints.SAME_BYTES * total
         )
+
+
+@needs_gpu_compiler
+def test_what_moves_in_front_of_a_second_loop_moves_there() -> None:
+    """What an LSTM keeps of every trip is gathered once for its backward pass, and not part by part in each trip."""
+    program = build(next(s for s in SUBJECTS if s.name == "lstm-scan"), LARGE)
+    plan = autoshard.plan(
+        program.step,
+        *jax.eval_shape(program.arguments),
+        mesh={"data": 4, "model": 8},
+        hardware="h100:4x8",
+        donate_argnums=program.donate,
+        for_grad=False,
+        rel_gap=1e-2,
+    )
+    verified = plan.verify("gpu")
+    assert verified.ok
+    assert verified.timeline is not None
+    assert verified.timeline.step_s == pytest.approx(plan.cost, rel=0.1)
