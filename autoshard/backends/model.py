@@ -177,6 +177,14 @@ class CompilerModel:
     )
     """A ragged product multiplies all rows with every group's matrix: see `costs.ragged_products`."""
 
+    scatters_even_tiles: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, v5e:4x4 and v5p:4x4x2, matrices and stacks of them, bfloat16",
+            "compilers/test_tiles_tpu.py::test_a_sum_is_scattered_where_it_is_constrained",
+        )
+    )
+    """A sum is scattered along its last dimension only where an even number of tiles is left (`costs.resharding`)."""
+
     shares_grouped_gathers: bool = field(
         metadata=_seen(
             "openxla/xla dot_handler.cc; mlp-8k by `fsdp_megatron` on v5e:2x4, libtpu 0.0.52",

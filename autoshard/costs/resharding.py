@@ -533,10 +533,10 @@ def _scatters(
 
     Arrays lie in tiles of 8 x 128 of their last two dimensions, those of narrow elements in tiles of more rows
     (16 of bfloat16). Along the last dimension but one, whole tiles are scattered; half of one, too, if it is the
-    outermost. So along the last, with which it changes places, but if a tile of 128 is left (any odd number, unless the
-    sum is transposed behind its product, which is not known here). Nor is an odd number along either, if the other
-    fills none: they change places. Of the dimensions before them, the outermost is scattered, and any that is longer
-    than the last but one, whose place it then takes (libtpu 0.0.52 without windowed einsum; `test_tiles_tpu.py`).
+    outermost. So along the last, with which it changes places, but if an odd number of tiles of 128 is left. Nor is an
+    odd number along the other, if the last fills none: they change places. Of the dimensions before them, the outermost
+    is scattered, and any that is longer than the last but one, whose place it then takes (libtpu 0.0.52 without
+    windowed einsum; `test_tiles_tpu.py`).
     A matrix is scattered in chunks of equally many tiles of its other dimension (`_in_chunks`).
     """
     ndim, sizes = len(shape), np.array(mesh.sizes)
@@ -551,10 +551,10 @@ def _scatters(
         return np.ones(len(after), bool)
     fills = np.where(local[:, : ndim - 2].prod(axis=1) == 1, left >= _SUBLANES, left * itemsize % (4 * _SUBLANES) == 0)
     other = np.where(dim == ndim - 1, local[:, -2], local[:, -1])
-    turned = (left % (2 * _LANES) == _LANES) & (other % _LANES != 0)
+    odd = left % (2 * _LANES) == _LANES
     found = np.select(
         [dim == ndim - 1, dim == ndim - 2],
-        [fills & (left != _LANES) & ~turned, fills & ~turned],
+        [fills & ~odd, fills & ~(odd & (other % _LANES != 0))],
         outermost | (before > local[:, ndim - 2]),
     )
     ways = int(sizes[list(over)].prod())

@@ -15,6 +15,7 @@ from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.probe import values_at
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.costs import shared_gathers
+from autoshard.costs.matrices import LANES
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout
@@ -52,6 +53,8 @@ def doubtful(
     - Values that a reduction takes, whose sum is scattered: see `_pulled`.
     - Values that meet one broadcast in different layouts, if the compiler `merges_broadcasts`: see `_drawn_together`.
     - Values that a loop takes in another layout than they have in front of it: see `_entering`.
+    - Products that are transposed, and of which the transposed sum would not be scattered, if it `scatters_even_tiles`:
+      see `_scattered_before`.
     - Casts of one value in different layouts, if it `merges_casts`: see `_cast_alike`.
     """
     pins, of = annotations.pins, values_at(graph)
@@ -87,6 +90,8 @@ def doubtful(
         stays |= _drawn_together(graph, ends)
     if compiler.merges_casts:
         stays |= _cast_alike(graph, ends)
+    if compiler.scatters_even_tiles:
+        stays |= _scattered_before(graph, ends, mesh)
     return frozenset(stays), frozenset(moved)
 
 
@@ -120,6 +125,25 @@ def _looked_up(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]], mesh: 
         devices = prod(mesh.shape[axis] for axis in gathered)
         if graph.avals[result].nbytes < devices * graph.avals[table].nbytes and devices > 1:
             found.add(table)
+    return found
+
+
+def _scattered_before(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]], mesh: MeshAxes) -> set[int]:
+    """Products that are transposed behind, of which an odd number of tiles is left along a split dimension.
+
+    The last dimension of the transposed product may be that, along which the sum is not scattered: it is scattered
+    where it is made, and made transposed if nothing says so.
+    """
+    found: set[int] = set()
+    for e, eqn in enumerate(graph.eqns):
+        if not eqn.traits.contraction or not (specs := _layouts(graph, ends, v := graph.results[e][0])):
+            continue
+        if all(graph.eqns[u].primitive != TRANSPOSE for u, _ in graph.consumers.get(v, ())):
+            continue
+        pieces = (prod(mesh.shape[axis] for axis in dim) for dim in specs[-1].dims)
+        left = [(size // n, n) for size, n in zip(graph.avals[v].shape, pieces, strict=True)]
+        if any(n > 1 and size % (2 * LANES) == LANES for size, n in left):
+            found.add(v)
     return found
 
 

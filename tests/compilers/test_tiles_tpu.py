@@ -49,3 +49,42 @@ def test_a_sum_is_scattered_as_the_plan_says(rows: int, columns: int, kind: str)
     resharder = Resharder(mesh, cost_models.hardware("tpu-v5e:4x4").place(mesh.shape), pinned=False)
     planned = kinds_of(resharder, Aval((rows, columns), np.dtype(jnp.bfloat16)), [SUM, 1], [0, 1])
     assert [name for name, _ in planned if name != "slice"] == [emitted.kind] == [kind]
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("split", [0, 1])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_sum_is_scattered_where_it_is_constrained(split: int, *, transposed: bool) -> None:
+    """A gradient of weights is made transposed, and turned; 896, seven tiles, are left of the dimension that is split.
+
+    It is scattered if that is not the last one where it is constrained: in front of the transpose, or behind it.
+    """
+    mesh = MeshAxes(("data", "model"), (4, 4))
+    shape, names = [4096, 4096], ["model", "model"]
+    shape[split], names[split] = 3584, "data"
+    spec, back = P(*names), P(*reversed(names))
+    over = ("model" if name == "model" else None for name in names)
+    on = partial(NamedSharding, devices.abstract(mesh))
+    left, right = (on(P("data", None, name)) for name in over)
+
+    def update(w: jax.Array, x: jax.Array, dy: jax.Array) -> jax.Array:
+        gradient = jnp.einsum("btn,btm->nm", dy, x)
+        if transposed:
+            return w - 1e-3 * jax.lax.with_sharding_constraint(gradient.T, on(spec))
+        return w - 1e-3 * jax.lax.with_sharding_constraint(gradient, on(back)).T
+
+    half = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    step = jax.jit(update, in_shardings=(on(spec), left, right), out_shardings=on(spec))
+    traced = step.trace(half(tuple(shape)), *(half((16, 512, size)) for size in shape))
+    compiled = compile.compile(traced, topology="tpu-v5e:4x4", mesh=mesh, compiler_options=compile.TPU_PLAIN_OPTIONS)
+    (emitted,) = hlo.collectives(hlo.read(compiled.hlo_text), mesh)
+    last = split == 1 if transposed else split == 0
+    assert emitted.kind == ("all-reduce" if last else "reduce-scatter")
+    lies = [0 if name == "data" else 1 for name in (names if transposed else reversed(names))]
+    shape = shape if transposed else shape[::-1]
+    resharder = Resharder(mesh, cost_models.hardware("tpu-v5e:4x4").place(mesh.shape), pinned=False)
+    pending = [SUM, 1 - lies.index(0)]
+    planned = kinds_of(
+        resharder, Aval(tuple(shape), np.dtype(jnp.bfloat16)), pending, [lies.index(0), 1 - lies.index(0)]
+    )
+    assert [name for name, _ in planned if name != "slice"] == [emitted.kind]
