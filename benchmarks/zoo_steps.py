@@ -39,7 +39,10 @@ peak (`×0.98`: predicted ÷ compiled). A case *agrees* if every byte that it se
 than a tenth above the plan. Failures stay in the list; what the verdict counts is all of it.
 
 Known, and not priced: convolutions with few channels, and recurrent steps of which XLA:GPU makes other kernels than
-one per product; a function of two reductions' operands that is computed in both of them (int8's activations).
+one per product, or hides a sum behind more than its own trip's last product (equinox-gru on 8 H100); a function of two
+reductions' operands that is computed in both of them (int8's activations). And a small collective that is alone of its
+kind is priced at its share of a full bucket: where no plan that loses little moves less (`planner/latencies.py`), the
+step of a small program, or of a recurrent one, waits longer (haiku-mlp and linen-lstm on 8 H100, ensemble on 32).
 """
 
 
