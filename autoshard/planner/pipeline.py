@@ -77,6 +77,7 @@ ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory
 FASTER, AS_FAST = 1e-3, 0.02
 MARGIN = 0.98  # of the limit that the last attempt missed; where a choice comes again, twice as far below each time
 MISPRICED = 1e-2  # by which a program may cost more than the graph with the choices said
+NEAR_GAP, NEAR_S = 5e-3, 0.3  # how far plans are solved of which one is taken only if it saves far more than it loses
 FOR_MOVES = 0.25  # of the time limit, where no more than some collectives can be saved
 
 
@@ -474,7 +475,7 @@ def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known:
     if budget.rel_gap:  # else the best at these prices was asked for, and no other
 
         def at_prices(other: Formulation, begun: Int) -> Solution:
-            return _run(other, budget, (begun,))
+            return _run(other, replace(budget, rel_gap=max(budget.rel_gap, NEAR_GAP)), (begun,), settle_s=NEAR_S)
 
         priced, choice = sharing_latencies(formulation, choice, at_prices)
     choice = break_ties(priced.problem, choice, priced.moves())
