@@ -57,6 +57,12 @@ def sharing_latencies(
     return best
 
 
+def waits_longer(formulation: Formulation, choice: Int, than: Int) -> bool:
+    """Whether the step of a choice takes longer than that of another one, with all latencies."""
+    this_s, other_s = (_objective_s(formulation, one) + unpaid_s(_assigned(formulation, one)) for one in (choice, than))
+    return this_s > (1 + UNPAID) * other_s
+
+
 def _assigned(formulation: Formulation, choice: Int) -> Assignment:
     return Assignment(decisions=formulation.decisions, resharder=formulation.resharder, choice=formulation.read(choice))
 

@@ -40,7 +40,7 @@ from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import most_saved_s
 from autoshard.planner.host_state_space import best_with_state
 from autoshard.planner.infeasible import infeasible, nothing_fits, with_gaps
-from autoshard.planner.latencies import sharing_latencies
+from autoshard.planner.latencies import sharing_latencies, waits_longer
 from autoshard.planner.like_layers import equal_places
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
 from autoshard.planner.planning_result import PlanningResult, fitting
@@ -77,7 +77,7 @@ ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory
 FASTER, AS_FAST = 1e-3, 0.02
 MARGIN = 0.98  # of the limit that the last attempt missed; where a choice comes again, twice as far below each time
 MISPRICED = 1e-2  # by which a program may cost more than the graph with the choices said
-NEAR_GAP, NEAR_S = 5e-3, 0.3  # how far plans are solved of which one is taken only if it saves far more than it loses
+NEAR_GAP, NEAR_S = 5e-3, 1.0  # how far plans are solved of which one is taken only if it saves far more than it loses
 FOR_MOVES = 0.25  # of the time limit, where no more than some collectives can be saved
 
 
@@ -478,10 +478,11 @@ def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known:
             return _run(other, replace(budget, rel_gap=max(budget.rel_gap, NEAR_GAP)), (begun,), settle_s=NEAR_S)
 
         priced, choice = sharing_latencies(formulation, choice, at_prices)
-    choice = break_ties(priced.problem, choice, priced.moves())
+    tied = break_ties(priced.problem, choice, priced.moves())
     if space.gradient is None:
-        like = equal_places(space.traced, priced.decisions, priced.folding)
-        choice = make_alike(priced.problem, choice, like)
+        tied = make_alike(priced.problem, tied, equal_places(space.traced, priced.decisions, priced.folding))
+    if priced is formulation or not waits_longer(priced, tied, than=choice):
+        choice = tied
     choice = formulation.write(priced.read(choice))
     objective = evaluate(formulation.problem, choice).objective
     assert objective is not None  # `break_ties` forbids what the problem does
