@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from autoshard.backends.known_compilers import XLA_GPU
-from autoshard.costs.buckets import BUCKET_BYTES, Filled, collective_s
+from autoshard.costs.buckets import BUCKET_BYTES, COMBINED, MEMBER_S, Filled, collective_s
 from autoshard.costs.windows import EARLY
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
+from autoshard.problem.collective import Collective
 from autoshard.problem.filled_buckets import refilled, unpaid_s, with_filled
 from cost_models import hardware
 from tests.assignments import random_choice
@@ -28,19 +29,31 @@ def test_a_bucket_is_as_full_as_what_there_is_of_a_kind_over_its_axes() -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_decisions_are_priced_at_what_an_assignment_merges(name: str) -> None:
-    """The seconds of its collectives are then what they were and what was not paid, and nothing is left unpaid."""
+def test_what_is_not_paid_is_what_one_collective_of_each_kind_takes_more(name: str) -> None:
+    """In every window all of a kind and over the same axes are one, and each member adds its own kernel."""
     of = space_of(smallest(name, step=True), mesh=MESH, hardware="h100:4x8", compiler=XLA_GPU)[0]
+    windows, machine = of.decisions.windows, of.resharder.machine
     for seed in range(3):
         choice = random_choice(of.decisions, of.resharder, np.random.default_rng(seed))
-        before = Assignment(decisions=of.decisions, resharder=of.resharder, choice=choice)
-        after = Assignment(decisions=refilled(before), resharder=of.resharder, choice=choice)
-        seconds = [sum(row.seconds * row.trips for _, row in bill.transfers(one)) for one in (before, after)]
-        if [row.axes for _, row in bill.transfers(before)] != [row.axes for _, row in bill.transfers(after)]:
-            continue  # another way is cheaper at these prices
-        assert unpaid_s(before) > 0
-        assert seconds[1] == pytest.approx(seconds[0] + unpaid_s(before), rel=1e-9)
-        assert unpaid_s(after) == pytest.approx(0.0, abs=1e-12)
+        chosen = Assignment(decisions=of.decisions, resharder=of.resharder, choice=choice)
+        merged: dict[tuple[int, str, tuple[str, ...]], list[Collective]] = {}
+        for edge, row in bill.transfers(chosen):
+            if (window := windows.of_value[edge.value]) is not None and edge.bucket and row.kind in COMBINED:
+                merged.setdefault((windows.whole[window], row.kind, row.axes), []).append(row)
+        assert len(merged) > 1
+        paid_s = sum(row.seconds * row.trips for rows in merged.values() for row in rows)
+        whole_s = 0.0
+        for (window, kind, axes), rows in merged.items():
+            assert {row.trips for row in rows} == {1}
+            nbytes = sum(row.nbytes for row in rows)
+            assert nbytes < BUCKET_BYTES
+            whole_s += float(machine.collective_s(kind, axes, nbytes))
+            whole_s += len(rows) * MEMBER_S * (2 if kind == "all-reduce" else 1)
+            again = refilled(chosen).windows.filled[window]
+            assert again.nbytes(kind, axes) == nbytes
+            assert again.rest == sum(row.nbytes for key, of_key in merged.items() if key[0] == window for row in of_key)
+        assert unpaid_s(chosen) == pytest.approx(whole_s - paid_s, rel=1e-9)
+        assert unpaid_s(chosen) > 0
 
 
 def test_buckets_are_known_for_the_windows_that_they_are_found_for_alone() -> None:
