@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+import autoshard
 from benchmarks.unseen_steps import MESHES, REL_GAP, TIME_LIMIT_S, Found, Pair, judged, verdict
 from benchmarks.zoo.subjects import SUBJECTS, Subject
 
@@ -46,14 +47,13 @@ step of a small program, or of a recurrent one, waits longer (haiku-mlp and line
 """
 
 
-def found(subject: Subject, target: str) -> Found:
-    """Plans a subject's large program and compiles it."""
-    import autoshard
+def planned(subject: Subject, target: str) -> autoshard.SolvedPlan:
+    """The plan of a subject's large program."""
     from benchmarks.model_zoo import build
     from benchmarks.zoo.program import LARGE
 
     program = build(subject, LARGE)
-    plan = autoshard.plan(
+    return autoshard.plan(
         program.step,
         *jax.eval_shape(program.arguments),
         mesh=MESHES[target],
@@ -63,7 +63,6 @@ def found(subject: Subject, target: str) -> Found:
         rel_gap=REL_GAP,
         time_limit_s=TIME_LIMIT_S,
     )
-    return judged(subject.name, plan)
 
 
 def child(name: str, targets: Sequence[str]) -> None:
@@ -73,7 +72,7 @@ def child(name: str, targets: Sequence[str]) -> None:
         begin = time.perf_counter()
         row: dict[str, Any] = {"subject": name, "target": target, "jax": jax.__version__}
         try:
-            row |= asdict(found(subject, target))
+            row |= asdict(judged(name, planned(subject, target)))
         except Exception as error:  # noqa: BLE001 - a row says what its program ended in
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
         row |= {"seconds": round(time.perf_counter() - begin, 1), "date": datetime.now(UTC).date().isoformat()}

@@ -2,9 +2,8 @@
 
 Collectives that are off the critical path (weights' gathers, gradients' reductions) are combined, if they are of one
 kind and over the same axes, up to so many bytes: below a bucket they are priced at the bucket's rate, plus what each
-costs by itself. How much a plan puts into a bucket is known only once there is one; until then buckets are taken for
-full, and those of a plan that are not are priced at what it puts in (`problem.filled_buckets`). All-to-alls and
-permutes are never combined.
+costs by itself. Buckets are taken for full: how much a plan puts into one is known only once there is a plan
+(`problem.filled_buckets`). All-to-alls and permutes are never combined.
 """
 
 from dataclasses import dataclass

@@ -41,7 +41,9 @@ from autoshard.ir.graph import Aval
 from autoshard.ir.mesh import MeshAxes
 
 _SUBLANES, _LANES = 8, 128  # of a tile of a TPU's vector memory
-_CHUNK = 2**16  # elements, of what XLA:TPU scatters at once
+# Of a matrix, what XLA:TPU scatters at once: at least so many elements, for each doubling of devices and two more; at
+# most so many bytes, its pieces four times over included.
+_CHUNK_ELEMENTS, _CHUNK_BYTES = 2**16, 15_000_000
 _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
 
 
@@ -567,14 +569,14 @@ def _scatters(
 def _in_chunks(rows: int, columns: int, itemsize: int, ways: int) -> bool:
     """Whether a matrix of so many rows divides into chunks, tile by tile, in which XLA:TPU scatters its columns.
 
-    A chunk and four of its pieces are no more than 15 MB, and chunks have so many elements that grows with devices, if
-    there are several. (Bisected with libtpu 0.0.52 on v5p over 2, 4, 8 and 16 devices, in bfloat16 and float32, and on
-    v5e over 4: 14.8 to 15.4 MB.) An eighth of llama3's vocabulary, 16,032 rows (1,002 tiles = 2 · 3 · 167), is not
-    scattered along 2,048 columns, but along 1,024 or 4,096. `rows` may be the columns, and `columns` the rows.
+    One chunk is always scattered if it is small. Bisected with libtpu 0.0.52 on v5p over 2, 4, 8 and 16 devices, and on
+    v5e over 4 (`test_tiles_tpu.py`, the slow tests). An eighth of llama3's vocabulary, 16,032 rows (1,002 tiles of 16,
+    2 · 3 · 167), is not scattered along 2,048 columns, but along 1,024 or 4,096. `rows` may be the columns, and
+    `columns` the rows.
     """
     height = _SUBLANES if rows % (4 * _SUBLANES // itemsize) else 4 * _SUBLANES // itemsize
     tiles, tile = -(-rows // height), height * columns
-    least, most = _CHUNK * (log2(ways) + 2), 15e6 / (1 + 4 / ways)
+    least, most = _CHUNK_ELEMENTS * (log2(ways) + 2), _CHUNK_BYTES / (1 + 4 / ways)
     if tiles * tile < least:
         return True
     return any(tiles % n == 0 and n * tile >= least and n * tile * itemsize <= most for n in range(1, tiles + 1))

@@ -52,7 +52,7 @@ def doubtful(
     - Values that are cut along a split dimension: see `_sliced`.
     - Values that a reduction takes, whose sum is scattered: see `_pulled`.
     - Values that meet one broadcast in different layouts, if the compiler `merges_broadcasts`: see `_drawn_together`.
-    - Values that a loop takes in another layout than they have in front of it: see `_entering`.
+    - Values of one loop that are moved in front of another one, and what its body has of them: see `_entering`.
     - Products that are transposed, and of which the transposed sum would not be scattered, if it `scatters_even_tiles`:
       see `_scattered_before`.
     - Casts of one value in different layouts, if it `merges_casts`: see `_cast_alike`.

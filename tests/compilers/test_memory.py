@@ -13,10 +13,9 @@ import autoshard
 from autoshard.backends.known_compilers import named
 from autoshard.backends.model import CompilerName
 from autoshard.problem import bill
-from benchmarks.model_zoo import build
 from benchmarks.verification import Case, subject
-from benchmarks.zoo.program import LARGE
 from benchmarks.zoo.subjects import SUBJECTS
+from benchmarks.zoo_steps import planned
 from tests.installed import GPU, TPU, needs_gpu_compiler, needs_tpu_compiler
 
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -290,15 +289,7 @@ def test_gradients_are_made_last_and_reduced_where_they_are_made_whoever_reads_t
     Nor does the head's gradient, the largest, lie beside what the first layer's is made of: the product on the way to
     the table's gradient runs before all gradients of weights.
     """
-    program = build(next(s for s in SUBJECTS if s.name == f"optax-{optimizer}"), LARGE)
-    plan = autoshard.plan(
-        program.step,
-        *jax.eval_shape(program.arguments),
-        mesh={"data": 4, "model": 8},
-        hardware="h100:4x8",
-        donate_argnums=program.donate,
-        for_grad=False,
-    )
+    plan = planned(next(s for s in SUBJECTS if s.name == f"optax-{optimizer}"), "h100:4x8")
     memory = plan.verify("gpu").memory
     assert memory.compiled is not None
     assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.08)

@@ -1,14 +1,12 @@
 """Fewer constraints, the same compiled program."""
 
-import jax
 import pytest
 
 import autoshard
 import models
 from autoshard.api import compiler_minimal_constraints
-from benchmarks.model_zoo import build
-from benchmarks.zoo.program import LARGE
 from benchmarks.zoo.subjects import SUBJECTS
+from benchmarks.zoo_steps import planned
 from tests.api.test_thinning import OPTIONS
 from tests.installed import needs_gpu_compiler
 
@@ -35,16 +33,7 @@ def test_the_gpu_compiler_emits_the_same_with_fewer_constraints() -> None:
 @needs_gpu_compiler
 def test_what_moves_in_front_of_a_second_loop_moves_there() -> None:
     """What an LSTM keeps of every trip is gathered once for its backward pass, and not part by part in each trip."""
-    program = build(next(s for s in SUBJECTS if s.name == "lstm-scan"), LARGE)
-    plan = autoshard.plan(
-        program.step,
-        *jax.eval_shape(program.arguments),
-        mesh={"data": 4, "model": 8},
-        hardware="h100:4x8",
-        donate_argnums=program.donate,
-        for_grad=False,
-        rel_gap=1e-2,
-    )
+    plan = planned(next(s for s in SUBJECTS if s.name == "lstm-scan"), "h100:4x8")
     verified = plan.verify("gpu")
     assert verified.ok
     assert verified.timeline is not None

@@ -34,7 +34,45 @@ from tests.installed import needs_tpu_compiler
 def test_a_sum_is_scattered_as_the_plan_says(rows: int, columns: int, kind: str) -> None:
     """A gradient of weights that are split over the columns, summed over `data` along the rows."""
     mesh = MeshAxes(("data", "model"), (4, 4))
-    half = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    planned, emitted = _sum_of(rows, columns, jnp.bfloat16, mesh, "tpu-v5e:4x4")
+    assert planned == emitted == [kind]
+
+
+# A prime number of tiles is one chunk, or as many: the first of each pair is scattered, the second too large for that.
+LARGE = {2: (512, 149, 167), 4: (256, 223, 239), 8: (256, 151, 157), 16: (256, 89, 97)}
+# Of chunks of so many tiles beside 4,096 columns the second are too small.
+SMALL = {2: (3, 2), 4: (4, 3), 8: (5, 4)}
+DTYPES = [jnp.bfloat16, jnp.float32]
+
+
+@pytest.mark.slow
+@needs_tpu_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ways", LARGE)
+def test_a_chunk_that_is_scattered_is_not_too_large(ways: int, dtype: jax.typing.DTypeLike) -> None:
+    left, *counts = LARGE[ways]
+    mesh, height = MeshAxes(("data", "model"), (ways, 32 // ways)), 32 // np.dtype(dtype).itemsize
+    found = [_sum_of(left * ways, n * height * (32 // ways), dtype, mesh, "tpu-v5p:4x4x2") for n in counts]
+    assert found == [(["reduce-scatter"],) * 2, (["all-reduce"],) * 2]
+
+
+@pytest.mark.slow
+@needs_tpu_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ways", SMALL)
+def test_a_chunk_that_is_scattered_is_not_too_small(ways: int, dtype: jax.typing.DTypeLike) -> None:
+    mesh, height = MeshAxes(("data", "model"), (ways, 32 // ways)), 32 // np.dtype(dtype).itemsize
+    times = np.dtype(dtype).itemsize // 2  # tiles are half as high, and elements count
+    counts = (n * times - (0 if n == max(SMALL[ways]) else times - 1) for n in SMALL[ways])
+    found = [_sum_of(4096, n * 503 * height * (32 // ways), dtype, mesh, "tpu-v5p:4x4x2") for n in counts]
+    assert found == [(["reduce-scatter"],) * 2, (["all-reduce"],) * 2]
+
+
+def _sum_of(
+    rows: int, columns: int, dtype: jax.typing.DTypeLike, mesh: MeshAxes, hardware: str
+) -> tuple[list[str], list[str]]:
+    """Kinds planned and emitted: a gradient of weights split over the columns, summed over `data` along the rows."""
+    of = partial(jax.ShapeDtypeStruct, dtype=dtype)
     spec, left, right = (
         NamedSharding(devices.abstract(mesh), one) for one in (P("data", "model"), P("data"), P("data", None, "model"))
     )
@@ -43,12 +81,12 @@ def test_a_sum_is_scattered_as_the_plan_says(rows: int, columns: int, kind: str)
         return w - 1e-3 * jax.lax.with_sharding_constraint(jnp.einsum("btm,btn->mn", x, dy), spec)
 
     step = jax.jit(update, in_shardings=(spec, left, right), out_shardings=spec)
-    traced = step.trace(half((rows, columns)), half((16, 512, rows)), half((16, 512, columns)))
-    compiled = compile.compile(traced, topology="tpu-v5e:4x4", mesh=mesh, compiler_options=compile.TPU_PLAIN_OPTIONS)
-    (emitted,) = hlo.collectives(hlo.read(compiled.hlo_text), mesh)
-    resharder = Resharder(mesh, cost_models.hardware("tpu-v5e:4x4").place(mesh.shape), pinned=False)
-    planned = kinds_of(resharder, Aval((rows, columns), np.dtype(jnp.bfloat16)), [SUM, 1], [0, 1])
-    assert [name for name, _ in planned if name != "slice"] == [emitted.kind] == [kind]
+    traced = step.trace(of((rows, columns)), of((16, 512, rows)), of((16, 512, columns)))
+    compiled = compile.compile(traced, topology=hardware, mesh=mesh, compiler_options=compile.TPU_PLAIN_OPTIONS)
+    emitted = [one.kind for one in hlo.collectives(hlo.read(compiled.hlo_text), mesh)]
+    resharder = Resharder(mesh, cost_models.hardware(hardware).place(mesh.shape), pinned=False)
+    planned = kinds_of(resharder, Aval((rows, columns), np.dtype(dtype)), [SUM, 1], [0, 1])
+    return [name for name, _ in planned if name != "slice"], emitted
 
 
 @needs_tpu_compiler
