@@ -22,13 +22,14 @@ _TRANSPOSE, _APART = "transpose", "kernel beside a collective"
 def transfers(assignment: Assignment) -> Iterator[tuple[Edge, Collective]]:
     """The collectives between equations: once per value, layouts and group of uses, and per operand moved again."""
     d = assignment.decisions
-    seen: set[tuple[int, int, int]] = set()
+    seen: set[tuple[int, int, int, int]] = set()
     again = {(d.graph.operands[e][i], d.node_of[e]) for e, i in moved_again(assignment)}
     for edge in d.edges:
         source, target = int(edge.source[assignment.choice[edge.u]]), int(edge.target[assignment.choice[edge.v]])
-        if source == target or ((edge.value, source, target) in seen and (edge.value, edge.v) not in again):
+        move = (edge.value, source, target, edge.moved.itemsize)
+        if source == target or (move in seen and (edge.value, edge.v) not in again):
             continue
-        seen.add((edge.value, source, target))
+        seen.add(move)
         where = d.nodes[edge.v].where or d.nodes[edge.u].where
         ends = (np.array([source], np.int64), np.array([target], np.int64))
         whole = edge.total if edge.finishes(*ends, d.mesh.ndim)[0, 0] else None

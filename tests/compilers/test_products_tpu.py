@@ -30,6 +30,11 @@ def read_whole(x: Any, w: Any) -> Any:
     return y @ w, y + 1
 
 
+def updated(x: Any, w: Any) -> Any:
+    """The update moves its part of the weight as it is, and cuts none from what the product takes."""
+    return jnp.tanh(x @ w), w * 2
+
+
 def summed(x: Any, a: Any, b: Any) -> Any:
     """Products' results are float32 until they are taken by another one."""
     return jnp.tanh(x @ a @ b)
@@ -60,6 +65,21 @@ def experts(x: Any, w: Any) -> Any:
 def convolved(x: Any, w: Any) -> Any:
     layout = ("NHWC", "HWIO", "NHWC")
     return jnp.tanh(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout))
+
+
+@needs_tpu_compiler
+def test_an_update_moves_an_input_as_it_is_beside_the_product_that_casts_it() -> None:
+    plan = autoshard.plan(
+        updated,
+        X,
+        W,
+        mesh={"x": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("x"), P(None, "x")),
+        out_shardings=(P("x"), P("x")),
+    )
+    rows = {row.kind: (row.predicted_bytes, row.emitted_bytes) for row in plan.verify().rows}
+    assert rows == {"all-gather": (2 * WIDTH**2,) * 2, "all-to-all": (4 * WIDTH**2 // 8,) * 2}
 
 
 def gathers(program: Callable[..., Any], *arguments: Any, **options: Any) -> int:

@@ -124,12 +124,12 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
 def _is_cast_apart(draft: Draft, value: int, port: Port) -> bool:
     """Whether the copy of a value is what products cast, and others move the value for themselves.
 
-    None of what may be a pending sum, which is finished once, nor of inputs, of what moves for groups of uses, and of
-    what a loop takes, which holds the copy.
+    None of what may be a pending sum, which is finished once, of what moves for groups of uses, and of what a loop
+    takes, which holds the copy.
     """
     facts = draft.facts
     cast = facts.lives.multiplied.get(value)
-    if cast is None or not cast.otherwise or isinstance(draft.nodes[port.node], Input) or value in facts.apart:
+    if cast is None or not cast.otherwise or value in facts.apart:
         return False
     if any(facts.graph.eqns[e].traits.link for e, _ in facts.graph.consumers[value]):
         return False
