@@ -24,6 +24,7 @@ from autoshard.planner.requested_shardings import AUTO
 from autoshard.planner.search_space import SearchSpace, build_search_space
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, formulate
+from autoshard.problem.symmetry import unfolded
 from autoshard.solver.evaluate import evaluate as price
 
 _NO_LIMIT = 2**60  # bytes: more than any device has
@@ -104,7 +105,7 @@ def _by_shardy(space: SearchSpace) -> Evaluation:
     choice, inexact = nearest(decisions, resharder, layouts, compiler)
     if target.machine.gathers_ahead:
         decisions = gathered(decisions, choice)
-    problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem
+    problem = formulate(decisions, resharder, memory_bytes=None, folding=unfolded(decisions)).problem
     objective = price(problem, choice).objective
     assert objective is not None  # `nearest` takes no forbidden choice
     seconds = objective * UNIT_S

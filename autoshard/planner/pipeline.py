@@ -35,6 +35,7 @@ from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.recomputation import ADD, WRITTEN, Recomputation, offloads_residuals, offloads_state
 from autoshard.planner import certificate, minimal_constraints
+from autoshard.planner.alike_layers import begun_alike
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, WORTH, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import most_saved_s
@@ -67,7 +68,6 @@ ConstraintPolicy = Literal["needed", "compiled", "all"]
 # What is kept is decided to this fraction, together with the layouts; these again on the program that keeps it, to a
 # fraction that the proof, which is of the first decision, does not hide.
 CHOICE_GAP = 5e-3
-FIRST_GAP = 0.05  # of the choice with which that begins where many values may be kept: all is repeated
 MANY_KEPT = 100  # values, in a program of unrolled layers
 UNROLLED_WORK = 4  # times as much as usual, for these, once
 LAYOUT_GAP = 2.5e-3
@@ -221,9 +221,9 @@ def _choosing(
     tried = _repeating(choices, budget, known, worth_s, errors)
     found: PlanningResult | None = None
     if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
-        found = _proven(tried.best, tried.bound, choices)
+        found = _proven(tried.best, tried, choices)
     elif written is not None:
-        found = _not_worth(written, tried.bound, choices)
+        found = _not_worth(written, tried)
     if found is None:
         found = _keeping_little(choices, tried.chosen, budget, errors)
     return _in_groups(choices, tried.chosen, budget, errors) if found is None else found
@@ -251,16 +251,17 @@ def _offloading(
             raise
         return _unfinished(found, error, "what is better kept in the host's memory")
     if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
-        return _proven(tried.best, tried.bound, choices)
-    return None if found is None else _not_worth(found, tried.bound, choices)
+        return _proven(tried.best, tried, choices)
+    return None if found is None else _not_worth(found, tried)
 
 
 class _Repeating(NamedTuple):
-    """The best plan that repeats something, a bound on all of them, and what was chosen last to be kept."""
+    """The best plan that repeats something, what was chosen last to be kept, and a bound on all of a space."""
 
     best: PlanningResult | None
-    bound: int | None
     chosen: Recomputation | None
+    bound: int | None
+    said: str
 
 
 def _repeating(
@@ -291,11 +292,12 @@ def _repeating(
     limit, bound, chosen = request.memory_bytes, None, None
     tried = {choices.everything} if request.remat == ADD and worth_s < inf else set[Recomputation]()
     planned = again = 0
-    formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
-    many = worth_s == inf and len(choices.whole.recalls) >= MANY_KEPT
-    first = _all_repeated(choices, formulation, budget) if many else ()
+    unrolled = len(choices.whole.recalls) >= MANY_KEPT
+    many = worth_s == inf and unrolled
+    choosing = replace(budget, rel_gap=max(budget.rel_gap, CHOICE_GAP))
+    formulation, first = begun_alike(choices, choosing, _run, unrolled=unrolled)
     work = UNROLLED_WORK if many else 1
-    choosing = replace(budget, rel_gap=max(budget.rel_gap, CHOICE_GAP), time_limit_s=work * budget.time_limit_s)
+    choosing = replace(choosing, time_limit_s=work * budget.time_limit_s)
     while planned < ATTEMPTS and again < ATTEMPTS:
         formulation = replace(formulation, problem=replace(formulation.problem, usage_limit=limit))
         solution = _run(formulation, choosing, first, settle_s=work * SETTLE_S)
@@ -335,15 +337,7 @@ def _repeating(
         if not fits or many or found.solution.objective <= solution.objective * (1 + MISPRICED):
             break
         limit = int(memory_profile.live_peak(choices.decisions, choice) * MARGIN)
-    return _Repeating(best, bound, chosen)
-
-
-def _all_repeated(choices: RecomputationSpace, formulation: Formulation, budget: Budget) -> Sequence[Int]:
-    """A choice per decision that repeats all it may, if one fits: where much has to be, none is found by chance."""
-    problem = choices.repeating(formulation)
-    solution = _run(replace(formulation, problem=problem), replace(budget, rel_gap=max(budget.rel_gap, FIRST_GAP)), ())
-    fits = solution.status not in (Status.INFEASIBLE, Status.UNKNOWN)
-    return (formulation.read(solution.choice),) if fits else ()
+    return _Repeating(best, chosen, bound, choices.said(formulation.folding))
 
 
 def _keeping_little(
@@ -394,13 +388,13 @@ def _noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult
     return replace(found, record=certificate.noted(found.record, note))
 
 
-def _proven(found: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
+def _proven(found: PlanningResult, tried: _Repeating, choices: RecomputationSpace) -> PlanningResult:
     note = choices.summary(found.record, found.assignment)
-    return replace(found, record=certificate.proven(found.record, bound, choices.said, note))
+    return replace(found, record=certificate.proven(found.record, tried.bound, tried.said, note))
 
 
-def _not_worth(written: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
-    return replace(written, record=certificate.not_worth(written.record, bound, choices.said))
+def _not_worth(written: PlanningResult, tried: _Repeating) -> PlanningResult:
+    return replace(written, record=certificate.not_worth(written.record, tried.bound, tried.said))
 
 
 def _kept(written: PlanningResult) -> PlanningResult:

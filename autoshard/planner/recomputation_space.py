@@ -21,6 +21,7 @@ from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decision, Decisions, Equation
 from autoshard.problem.formulation import Formulation
 from autoshard.problem.network import INF, Problem
+from autoshard.problem.symmetry import Folding
 from autoshard.problem.whole_step import WholeStep, kept_values, offloaded_values, whole_step
 
 LARGE = 0.05  # of the memory of all devices: carries that are worth keeping fewer of
@@ -119,13 +120,17 @@ class RecomputationSpace:
         divisors = [k for k in range(2, length // 2 + 1) if not length % k]
         return sorted(divisors, key=lambda k: abs(log(k / best)))[:GROUPS]
 
-    @property
-    def said(self) -> str:
-        """The space, in words."""
+    def said(self, folding: Folding) -> str:
+        """The space, in words, if decisions that are folded share one."""
         ways = "kept here or in the host's memory" if self.whole.offloads else "kept"
+        alike = (
+            ""
+            if folding.within is None
+            else f", those whose surroundings are alike within {folding.within} steps alike"
+        )
         return (
             f"with {len(self.whole.recalls)} values that backward passes read, each {ways} or repeated from others, "
-            "priced on one graph that has both"
+            f"priced on one graph that has both{alike}"
         )
 
     def summary(self, record: PlanRecord, assignment: Assignment) -> str:

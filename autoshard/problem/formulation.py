@@ -28,7 +28,7 @@ from autoshard.costs.resharding import Resharder
 from autoshard.problem.decisions import Decisions, Edge, hidden_ps, reshard_ps, work_ps
 from autoshard.problem.decisions import times as prices_times
 from autoshard.problem.network import INF, Hinge, Moves, Problem
-from autoshard.problem.symmetry import Folding, fold, unfolded
+from autoshard.problem.symmetry import Folding, fold
 
 UNIT_S = 1e-12
 
@@ -71,7 +71,7 @@ class Formulation:
 
 
 def formulate(
-    decisions: Decisions, resharder: Resharder, *, memory_bytes: int | None, folded: bool = True
+    decisions: Decisions, resharder: Resharder, *, memory_bytes: int | None, folding: Folding | None = None
 ) -> Formulation:
     """Builds the problem of a decision network.
 
@@ -79,9 +79,9 @@ def formulate(
       decisions: the network.
       resharder: prices of resharding on the same mesh.
       memory_bytes: per-device limit, or None for no limit.
-      folded: whether decisions in equal places share a variable.
+      folding: which decisions share a variable; by default those in equal places.
     """
-    folding = fold(decisions) if folded else unfolded(decisions)
+    folding = fold(decisions) if folding is None else folding
     matrices = _ClassMatrices(decisions, resharder, folding)
     sizes = np.array([len(decisions.nodes[m[0]]) for m in folding.members], np.int64)
     start = np.concatenate(([0], np.cumsum(sizes)))
@@ -141,6 +141,13 @@ def formulate(
         names=tuple(decisions.nodes[m[0]].name for m in folding.members),
     )
     return Formulation(decisions=decisions, resharder=resharder, folding=folding, problem=problem)
+
+
+def cells(decisions: Decisions, folding: Folding) -> int:
+    """The cells of the edges' tables of a problem, before it is priced."""
+    pairs = {(int(folding.class_of[edge.u]), int(folding.class_of[edge.v])) for edge in decisions.edges}
+    size = [len(decisions.nodes[members[0]]) for members in folding.members]
+    return sum(size[a] * size[b] for a, b in {(min(pair), max(pair)) for pair in pairs} if a != b)
 
 
 def _links(decisions: Decisions, folding: Folding, start: Int) -> Iterator[Hinge]:

@@ -5,9 +5,14 @@ costs, then repeatedly take up the multiset of (edge, neighbour's colour), until
 number of colours stays. Equal layers of an unrolled network end up with equal
 colours; names and the order of equations play no part, so the classes, and their
 order, are the same for every way of writing the same program.
+
+After a few rounds, nodes have one colour whose surroundings are alike within as many
+steps: all layers of a stack but the first and the last few, where the stable colouring
+tells every one from the next by its distance from the ends. Nodes of one colour cost the
+same, so the choices that give them one layout are choices of the program, but not all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -19,10 +24,14 @@ from autoshard.problem.decisions import Decisions, digest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Folding:
-    """`class_of[node]`; `members[c]` in node order; classes in canonical (colour) order."""
+    """`class_of[node]`; `members[c]` in node order; classes in canonical (colour) order.
+
+    `within`: the steps up to which the surroundings of a class are alike; None where all of them are.
+    """
 
     class_of: NDArray[np.int64]
     members: tuple[tuple[int, ...], ...]
+    within: int | None = None
 
     @property
     def classes(self) -> int:
@@ -31,6 +40,12 @@ class Folding:
 
 def fold(decisions: Decisions) -> Folding:
     """The coarsest stable colouring of the decisions."""
+    *_, stable = foldings(decisions, ())
+    return stable
+
+
+def foldings(decisions: Decisions, within: Sequence[int]) -> Iterator[Folding]:
+    """The colourings after so many rounds each, in rising order, and the coarsest stable one at last."""
     known: dict[int, bytes] = {}
 
     def content(array: NDArray[Any]) -> bytes:
@@ -48,19 +63,24 @@ def fold(decisions: Decisions) -> Folding:
         for i, n in enumerate(decisions.nodes)
     ]
     labels = _Labels(decisions, content)
-    count = len(set(colors))
+    count, done = len(set(colors)), 0
     while True:
-        colors = labels.refined(colors)
-        now = len(set(colors))
-        if now == count:
+        if done in within:
+            yield _folding(colors, done)
+        refined = labels.refined(colors)
+        if len(set(refined)) == count:
             break
-        count = now
+        colors, count, done = refined, len(set(refined)), done + 1
+    yield _folding(refined, None)
+
+
+def _folding(colors: Sequence[bytes], within: int | None) -> Folding:
     order = {color: c for c, color in enumerate(sorted(set(colors)))}
     class_of = np.array([order[color] for color in colors], np.int64)
     members: list[list[int]] = [[] for _ in order]
     for node, c in enumerate(class_of):
         members[c].append(node)
-    return Folding(class_of, tuple(tuple(m) for m in members))
+    return Folding(class_of, tuple(tuple(m) for m in members), within)
 
 
 def _on_links(decisions: Decisions) -> list[list[bytes]]:

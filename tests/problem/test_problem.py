@@ -1,7 +1,7 @@
 """From decisions to a problem and back: nothing is lost, nothing is counted twice."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,7 @@ from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Chain, Edge, Equation, layout_codes
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
-from autoshard.problem.symmetry import fold
+from autoshard.problem.symmetry import Folding, fold, unfolded
 from autoshard.rules import rules_of
 from autoshard.solver import evaluate, solve
 from tests.assignments import random_choice
@@ -43,9 +43,9 @@ def setting(name: str, *, step: bool = False, compiler: CompilerModel = XLA_CPU)
 
 
 @cache
-def formulation(name: str, *, folded: bool = True, compiler: CompilerModel = XLA_CPU) -> Formulation:
+def formulation(name: str, *, folding: Callable[..., Folding] = fold, compiler: CompilerModel = XLA_CPU) -> Formulation:
     of = setting(name, compiler=compiler)
-    return formulate(of.decisions, of.resharder, memory_bytes=None, folded=folded)
+    return formulate(of.decisions, of.resharder, memory_bytes=None, folding=folding(of.decisions))
 
 
 def draw(of: SearchSpace, seed: int) -> NDArray[np.int64]:
@@ -116,7 +116,7 @@ def price_ps(of: SearchSpace, choice: NDArray[np.int64]) -> float:
 @pytest.mark.parametrize("seed", QUICK)
 @pytest.mark.parametrize("name", TINY)
 def test_a_problem_costs_what_its_decisions_cost(name: str, seed: int, compiler: CompilerModel) -> None:
-    made, of = formulation(name, folded=False, compiler=compiler), setting(name, compiler=compiler)
+    made, of = formulation(name, folding=unfolded, compiler=compiler), setting(name, compiler=compiler)
     choice = draw(of, seed)
     objective = evaluate(made.problem, choice).objective
     assert objective is not None
@@ -138,7 +138,7 @@ def test_what_is_gathered_for_two_uses_costs_twice(rows: int) -> None:
 
     arrays = (jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((rows, 64), jnp.float32))
     of, _ = space_of(Program(fn=program, args=arrays, names=("w", "x")), compiler=XLA_TPU)
-    made = formulate(of.decisions, of.resharder, memory_bytes=None, folded=False)
+    made = formulate(of.decisions, of.resharder, memory_bytes=None, folding=unfolded(of.decisions))
     assert {edge.times for edge in of.decisions.edges if edge.value == of.decisions.graph.inputs[0]} == {1, 2}
     (far,) = (edge for edge in of.decisions.edges if edge.times == 2)
     assert far.carried is not None
@@ -222,7 +222,7 @@ def test_what_no_window_hides_is_waited_for(name: str) -> None:
 @pytest.mark.parametrize("seed", QUICK)
 @pytest.mark.parametrize("name", TINY)
 def test_what_is_forbidden_is_forbidden_in_the_problem(name: str, seed: int) -> None:
-    made, of = formulation(name, folded=False), setting(name)
+    made, of = formulation(name, folding=unfolded), setting(name)
     rng = np.random.default_rng(seed)
     for _ in range(20):
         choice = draw(of, seed)
@@ -234,7 +234,7 @@ def test_what_is_forbidden_is_forbidden_in_the_problem(name: str, seed: int) -> 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_folded_choice_costs_what_its_expansion_costs(name: str) -> None:
-    folded, flat = formulation(name), formulation(name, folded=False)
+    folded, flat = formulation(name), formulation(name, folding=unfolded)
     rng = np.random.default_rng(0)
     sizes = np.diff(folded.problem.start)
     best = solve(folded.problem, time_limit_s=60, rel_gap=0.01).choice
@@ -253,7 +253,9 @@ def test_a_folded_choice_costs_what_its_expansion_costs(name: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_folding_keeps_memory(name: str) -> None:
     of = setting(name, step=True)
-    folded, flat = (formulate(of.decisions, of.resharder, memory_bytes=10**9, folded=f) for f in (True, False))
+    folded, flat = (
+        formulate(of.decisions, of.resharder, memory_bytes=10**9, folding=f(of.decisions)) for f in (fold, unfolded)
+    )
     rng = np.random.default_rng(0)
     for _ in range(5):
         choice = rng.integers(np.diff(folded.problem.start))

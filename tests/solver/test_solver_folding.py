@@ -5,6 +5,7 @@ import pytest
 
 from autoshard.problem.formulation import formulate
 from autoshard.problem.network import Int, Problem
+from autoshard.problem.symmetry import fold, unfolded
 from autoshard.solver import evaluate, solve
 from autoshard.solver.memory import memory_of
 from autoshard.solver.presolve.consistency import presolve
@@ -38,7 +39,8 @@ def improved(problem: Problem, choice: Int) -> int:
 @pytest.mark.parametrize("name", TINY)
 def test_unfolded_local_search_finds_nothing_better(name: str) -> None:
     of = space_of(smallest(name, step=True))[0]
-    folded, flat = (formulate(of.decisions, of.resharder, memory_bytes=None, folded=f) for f in (True, False))
+    foldings = fold(of.decisions), unfolded(of.decisions)
+    folded, flat = (formulate(of.decisions, of.resharder, memory_bytes=None, folding=f) for f in foldings)
     assert folded.problem.nodes < flat.problem.nodes
     choice = folded.read(solve(folded.problem, time_limit_s=60.0, rel_gap=GAP).choice)
     objective = evaluate(flat.problem, choice).objective

@@ -5,6 +5,7 @@ elimination", 1999.
 """
 
 import heapq
+import math
 from functools import reduce
 
 import numpy as np
@@ -23,7 +24,7 @@ def order_by_size(core: Core, tuning: TableTuning) -> tuple[list[int], int, int]
     largest = total = 0
 
     def cells(v: int) -> int:
-        return int(np.prod([float(size[w]) for w in near[v]])) * size[v]
+        return math.prod(size[w] for w in near[v]) * size[v]
 
     weight = {v: cells(v) for v in near}
     heap = [(of, v) for v, of in weight.items()]
