@@ -13,13 +13,14 @@ from autoshard.planner.budget import Budget
 from autoshard.planner.recomputation_space import RecomputationSpace
 from autoshard.problem.formulation import Formulation, cells, formulate
 from autoshard.problem.network import Int
-from autoshard.problem.symmetry import Folding, foldings
+from autoshard.problem.symmetry import Folding, fold, foldings
 from autoshard.solver import Solution, Status
 
 Solve = Callable[[Formulation, Budget, Sequence[Int]], Solution]
 
 WITHIN = (1, 3, 6)  # steps; in the end, decisions in equal places alone share a choice
-MOST_CELLS = 3_000_000  # of moves between decisions: where more were to be priced, the last steps are the end
+MOST_CELLS = 3_000_000  # of moves between decisions: where more were to be priced, the last of these steps are the end
+LATER = (16, 32, 64, 128)  # steps at which that is looked at: to tell all places apart may take a second by itself
 FIRST_GAP = 0.05  # of a choice that repeats all, which is looked for where layers that are alike do not fit
 
 
@@ -40,14 +41,18 @@ def begun_alike(
         limit = choices.request.memory_bytes
         return formulate(decisions, choices.resharder, memory_bytes=limit, folding=folding)
 
-    *alike, stable = foldings(decisions, WITHIN if unrolled else ())
-    last = alike.pop() if alike and cells(decisions, stable) > MOST_CELLS else stable
-    for folding in alike:
+    alike: list[Folding] = []
+    for folding in foldings(decisions, (*WITHIN, *LATER) if unrolled else ()):
+        if folding.within is None or folding.within in WITHIN:
+            alike.append(folding)
+        elif cells(decisions, folding) > MOST_CELLS:
+            break
+    for folding in alike[:-1]:
         formulation = problem(folding)
         first = _chosen(formulation, solve(formulation, budget, first)) or first
     if first or not unrolled:
-        return problem(last), first
-    formulation = problem(stable)
+        return problem(alike[-1]), first
+    formulation = problem(fold(decisions))
     all_repeated = replace(formulation, problem=choices.repeating(formulation))
     roughly = replace(budget, rel_gap=max(budget.rel_gap, FIRST_GAP))
     return formulation, _chosen(formulation, solve(all_repeated, roughly, ()))

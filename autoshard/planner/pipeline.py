@@ -69,7 +69,7 @@ ConstraintPolicy = Literal["needed", "compiled", "all"]
 # fraction that the proof, which is of the first decision, does not hide.
 CHOICE_GAP = 5e-3
 MANY_KEPT = 100  # values, in a program of unrolled layers
-UNROLLED_WORK = 4  # times as much as usual, for these, once
+UNROLLED_WORK = 2  # times as much as usual, for these, once
 LAYOUT_GAP = 2.5e-3
 ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory than the graph with the choices said
 # Sums after loops must be faster by the first, of a step; or not slower than by the second, where the plan without them

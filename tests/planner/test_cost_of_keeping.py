@@ -145,7 +145,7 @@ def test_what_fits_by_repeating_all_is_found_without_the_solver(*, scan: bool, m
     fn, *args = step("tiny-llama", layers=3, batch=64, sequence=256, context=256, vocab=512, scan=scan)
     written = autoshard.plan(fn, *args, **ON, remat="written")
     limit = int(0.75 * written.record.memory.peak_bytes)
-    monkeypatch.setattr(pipeline, "_repeating", lambda *_: pipeline._Repeating(None, None, None))
+    monkeypatch.setattr(pipeline, "_repeating", lambda *_: pipeline._Repeating(None, None, None, ""))
     plan = autoshard.plan(fn, *args, **ON, memory=limit)
     assert plan.record.memory.peak_bytes <= limit
     assert plan.record.recomputation is not None
