@@ -6,8 +6,9 @@ a choice whose surroundings are alike within a few steps (`problem/symmetry.py`)
 scan; what is found there begins the search of the next one, in which fewer of them do.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from autoshard.planner.budget import Budget
 from autoshard.planner.recomputation_space import RecomputationSpace
@@ -16,46 +17,80 @@ from autoshard.problem.network import Int
 from autoshard.problem.symmetry import Folding, fold, foldings
 from autoshard.solver import Solution, Status
 
-Solve = Callable[[Formulation, Budget, Sequence[Int]], Solution]
-
+MANY_KEPT = 100  # values, in a program of unrolled layers
 WITHIN = (1, 3, 6)  # steps; in the end, decisions in equal places alone share a choice
 MOST_CELLS = 3_000_000  # of moves between decisions: where more were to be priced, the last of these steps are the end
 LATER = (16, 32, 64, 128)  # steps at which that is looked at: to tell all places apart may take a second by itself
 FIRST_GAP = 0.05  # of a choice that repeats all, which is looked for where layers that are alike do not fit
 
 
-def begun_alike(
-    choices: RecomputationSpace, budget: Budget, solve: Solve, *, unrolled: bool
-) -> tuple[Formulation, Sequence[Int]]:
-    """The problem of what is kept, and a choice per decision, if one was found, with which its search begins.
+class Solve(Protocol):
+    """Solves a problem within a budget, from known choices per decision on."""
 
-    Args:
-      choices: the layouts, and what is kept.
-      budget: how far to solve the problems before.
-      solve: solves one from known choices on.
-      unrolled: whether many values may be kept; if not, there is one problem.
+    def __call__(
+        self, formulation: Formulation, budget: Budget, known: Sequence[Int], *, settle_s: float = ...
+    ) -> Solution: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AlikeLayers:
+    """The problems of what is kept, those with the fewest choices first; where few values may be kept, there is one.
+
+    The limit of their memory is the request's.
     """
-    decisions, first = choices.decisions, tuple[Int, ...]()
 
-    def problem(folding: Folding) -> Formulation:
-        limit = choices.request.memory_bytes
-        return formulate(decisions, choices.resharder, memory_bytes=limit, folding=folding)
+    choices: RecomputationSpace
+    problems: tuple[Formulation, ...]
+    unrolled: bool
 
-    alike: list[Folding] = []
-    for folding in foldings(decisions, (*WITHIN, *LATER) if unrolled else ()):
-        if folding.within is None or folding.within in WITHIN:
-            alike.append(folding)
-        elif cells(decisions, folding) > MOST_CELLS:
-            break
-    for folding in alike[:-1]:
-        formulation = problem(folding)
-        first = _chosen(formulation, solve(formulation, budget, first)) or first
-    if first or not unrolled:
-        return problem(alike[-1]), first
-    formulation = problem(fold(decisions))
-    all_repeated = replace(formulation, problem=choices.repeating(formulation))
-    roughly = replace(budget, rel_gap=max(budget.rel_gap, FIRST_GAP))
-    return formulation, _chosen(formulation, solve(all_repeated, roughly, ()))
+    @classmethod
+    def of(cls, choices: RecomputationSpace) -> "AlikeLayers":
+        """Those of a program."""
+        unrolled = len(choices.whole.recalls) >= MANY_KEPT
+        problems = tuple(_formulated(choices, one) for one in _foldings(choices, WITHIN if unrolled else ()))
+        return cls(choices=choices, problems=problems, unrolled=unrolled)
+
+    def solved(
+        self, limit: int, budget: Budget, solve: Solve, *, last: Budget, settle_s: float
+    ) -> tuple[Formulation, Solution]:
+        """The last problem and its solution.
+
+        Args:
+          limit: bytes of memory.
+          budget: how far to solve the problems before.
+          solve: solves one.
+          last: how far to solve the last one.
+          settle_s: the work after which that may end.
+        """
+        *before, end = (_within(problem, limit) for problem in self.problems)
+        first: tuple[Int, ...] = ()
+        for problem in before:
+            first = _chosen(problem, solve(problem, budget, first)) or first
+        if self.unrolled and not first:
+            end = end if end.folding.within is None else _within(_formulated(self.choices, None), limit)
+            all_repeated = replace(end, problem=self.choices.repeating(end))
+            roughly = replace(budget, rel_gap=max(budget.rel_gap, FIRST_GAP))
+            first = _chosen(end, solve(all_repeated, roughly, ()))
+        return end, solve(end, last, first, settle_s=settle_s)
+
+
+def _foldings(choices: RecomputationSpace, within: Sequence[int]) -> Iterator[Folding]:
+    """Those within so many steps, and the stable one if its problem is not too large."""
+    for folding in foldings(choices.decisions, (*within, *LATER) if within else ()):
+        if folding.within is None or folding.within in within:
+            yield folding
+        elif cells(choices.decisions, folding) > MOST_CELLS:
+            return
+
+
+def _formulated(choices: RecomputationSpace, folding: Folding | None) -> Formulation:
+    limit = choices.request.memory_bytes
+    folding = fold(choices.decisions) if folding is None else folding
+    return formulate(choices.decisions, choices.resharder, memory_bytes=limit, folding=folding)
+
+
+def _within(formulation: Formulation, limit: int) -> Formulation:
+    return replace(formulation, problem=replace(formulation.problem, usage_limit=limit))
 
 
 def _chosen(formulation: Formulation, solution: Solution) -> tuple[Int, ...]:

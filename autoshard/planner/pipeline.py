@@ -35,7 +35,7 @@ from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.recomputation import ADD, WRITTEN, Recomputation, offloads_residuals, offloads_state
 from autoshard.planner import certificate, minimal_constraints
-from autoshard.planner.alike_layers import begun_alike
+from autoshard.planner.alike_layers import AlikeLayers
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, WORTH, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import most_saved_s
@@ -68,8 +68,7 @@ ConstraintPolicy = Literal["needed", "compiled", "all"]
 # What is kept is decided to this fraction, together with the layouts; these again on the program that keeps it, to a
 # fraction that the proof, which is of the first decision, does not hide.
 CHOICE_GAP = 5e-3
-MANY_KEPT = 100  # values, in a program of unrolled layers
-UNROLLED_WORK = 2  # times as much as usual, for these, once
+UNROLLED_WORK = 4  # times as much as usual, where many values may be kept and some have to be repeated
 LAYOUT_GAP = 2.5e-3
 ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory than the graph with the choices said
 # Sums after loops must be faster by the first, of a step; or not slower than by the second, where the plan without them
@@ -292,15 +291,14 @@ def _repeating(
     limit, bound, chosen = request.memory_bytes, None, None
     tried = {choices.everything} if request.remat == ADD and worth_s < inf else set[Recomputation]()
     planned = again = 0
-    unrolled = len(choices.whole.recalls) >= MANY_KEPT
-    many = worth_s == inf and unrolled
-    choosing = replace(budget, rel_gap=max(budget.rel_gap, CHOICE_GAP))
-    formulation, first = begun_alike(choices, choosing, _run, unrolled=unrolled)
+    alike = AlikeLayers.of(choices)
+    said = choices.said(alike.problems[-1].folding)
+    many = worth_s == inf and alike.unrolled
     work = UNROLLED_WORK if many else 1
-    choosing = replace(choosing, time_limit_s=work * budget.time_limit_s)
+    choosing = replace(budget, rel_gap=max(budget.rel_gap, CHOICE_GAP))
+    last = replace(choosing, time_limit_s=work * budget.time_limit_s)
     while planned < ATTEMPTS and again < ATTEMPTS:
-        formulation = replace(formulation, problem=replace(formulation.problem, usage_limit=limit))
-        solution = _run(formulation, choosing, first, settle_s=work * SETTLE_S)
+        formulation, solution = alike.solved(limit, choosing, _run, last=last, settle_s=work * SETTLE_S)
         fits = solution.status not in (Status.INFEASIBLE, Status.UNKNOWN)
         if best is not None and (not fits or solution.objective >= best.solution.objective):
             break
@@ -309,7 +307,7 @@ def _repeating(
             if solution.smallest_peak_bytes is None:
                 break
         elif bound is None:  # of the whole limit, which is the one that was asked for
-            bound = solution.bound
+            bound, said = solution.bound, choices.said(formulation.folding)
         if fits and solution.objective * UNIT_S >= worth_s:
             break
         choice = formulation.read(solution.choice)
@@ -337,7 +335,7 @@ def _repeating(
         if not fits or many or found.solution.objective <= solution.objective * (1 + MISPRICED):
             break
         limit = int(memory_profile.live_peak(choices.decisions, choice) * MARGIN)
-    return _Repeating(best, chosen, bound, choices.said(formulation.folding))
+    return _Repeating(best, chosen, bound, said)
 
 
 def _keeping_little(

@@ -1,6 +1,5 @@
 """What keeping costs a plan: where it is nothing, a search of what could be repeated finds nothing."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -26,9 +25,6 @@ from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import RecomputationSpace
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.search_space import SearchSpace, build_search_space
-from autoshard.problem.formulation import formulate
-from autoshard.problem.network import Int, Problem
-from autoshard.solver import Solution, evaluate, solve
 
 ON: dict[str, Any] = {
     "mesh": {"data": 2, "model": 4},
@@ -149,37 +145,6 @@ def test_what_fits_by_repeating_all_is_found_without_the_solver(*, scan: bool, m
     plan = autoshard.plan(fn, *args, **ON, memory=limit)
     assert plan.record.memory.peak_bytes <= limit
     assert plan.record.recomputation is not None
-
-
-@pytest.mark.parametrize("many", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_search_of_what_many_layers_keep_begins_with_all_of_it_repeated(
-    *, many: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the program as written does not fit, few choices do."""
-    fn, *args = step("mlp-1k", layers=3)
-    written = planned(autoshard.plan(fn, *args, **ON, remat="written"))
-    limit = int(0.75 * written.record.memory.peak_bytes)
-    choices = RecomputationSpace.of(build_search_space(replace(written.space.request, remat="add", memory_bytes=limit)))
-    assert choices is not None
-    asked: list[tuple[Problem, list[Int]]] = []
-
-    def solved(problem: Problem, *, known: Iterable[Int], **options: Any) -> Solution:
-        asked.append((problem, list(known)))
-        return solve(problem, known=asked[-1][1], **options)
-
-    monkeypatch.setattr(pipeline, "solve", solved)
-    monkeypatch.setattr(pipeline, "MANY_KEPT", len(choices.whole.recalls) + (not many))
-    best = pipeline._repeating(choices, BUDGET, (), inf, []).best
-    assert best is not None
-    assert [len(known) for _, known in asked[:2]] == [0, many]
-    if many:
-        whole, (first,) = asked[1]
-        begun = evaluate(whole, first)
-        formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
-        assert choices.read(formulation.read(first)) == choices.little[-1]
-        assert begun.objective is not None
-        assert begun.peak_bytes <= limit
-        assert best.solution.objective < begun.objective
 
 
 def test_what_does_not_fit_is_not_planned_again_and_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,9 +253,8 @@ def test_a_folded_choice_costs_what_its_expansion_costs(name: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_folding_keeps_memory(name: str) -> None:
     of = setting(name, step=True)
-    folded, flat = (
-        formulate(of.decisions, of.resharder, memory_bytes=10**9, folding=f(of.decisions)) for f in (fold, unfolded)
-    )
+    foldings = fold(of.decisions), unfolded(of.decisions)
+    folded, flat = (formulate(of.decisions, of.resharder, memory_bytes=10**9, folding=f) for f in foldings)
     rng = np.random.default_rng(0)
     for _ in range(5):
         choice = rng.integers(np.diff(folded.problem.start))
@@ -565,9 +564,8 @@ def test_what_is_cast_is_pinned_on_the_way_that_is_promised() -> None:
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512, 768), (768, 768)))
     v = jax.ShapeDtypeStruct((16, 512, 768), jnp.float32)
     mesh = {"data": 4, "model": 4}
-    of, _ = space_of(
-        Program(fn=program, args=(x, w, v), names=("x", "w", "v")), mesh=mesh, hardware="h100:2x8", compiler=XLA_GPU
-    )
+    made = Program(fn=program, args=(x, w, v), names=("x", "w", "v"))
+    of, _ = space_of(made, mesh=mesh, hardware="h100:2x8", compiler=XLA_GPU)
     differ = 0
     for seed in range(200):
         assignment = assigned(of, draw(of, seed))
