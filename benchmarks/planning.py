@@ -13,6 +13,11 @@ hardware are `--mesh` and `--hardware`; `--memory` lifts the limit where only ti
 `--remat` is that of `autoshard.plan`; docs/recomputation.md has what the choice of what is kept takes:
 
     python -m benchmarks.planning llama3-8b@scan=True,batch=8,sequence=4096 --remat add
+
+`zoo:NAME@…` is a program of other people, of `benchmarks.zoo`, at other sizes than its own:
+
+    python -m benchmarks.planning --remat add \
+        zoo:hf-llama@layers=32,width=4096,heads=32,vocab=32000,batch=16,sequence=2048
 """
 
 import argparse
@@ -22,6 +27,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any, get_args
 
 from autoshard.cli.written import assignments, byte_count, mesh_axes
@@ -34,13 +40,11 @@ def one(model: str, **options: Any) -> dict[str, Any]:
     """Plans one model in this process, with options of `autoshard.plan`: seconds per stage, the plan's own numbers."""
     begin = time.perf_counter()
     import autoshard
-    import models
 
-    loaded = time.perf_counter()
     name, _, fields = model.partition("@")
-    overrides = assignments([field for field in fields.split(",") if field], "MODEL@")
-    step, (state, batch) = models.build(name, **overrides)
-    plan = autoshard.plan(step, state, batch, donate_argnums=0, **options)
+    step, arguments, donated = built(name, **assignments([field for field in fields.split(",") if field], "MODEL@"))
+    loaded = time.perf_counter()
+    plan = autoshard.plan(step, *arguments, donate_argnums=donated, for_grad=False, **options)
     done = time.perf_counter()
     planned = plan.planned
     assert planned is not None  # made here
@@ -58,6 +62,24 @@ def one(model: str, **options: Any) -> dict[str, Any]:
         "gap": plan.record.certificate.gap,
         "step_ms": plan.record.cost.step_s * 1e3,
     }
+
+
+def built(name: str, **fields: Any) -> tuple[Any, tuple[Any, ...], Any]:
+    """A program, its arguments as shapes, and the numbers of those that it may overwrite."""
+    kind, _, subject = name.rpartition(":")
+    if kind == "zoo":
+        import jax
+
+        from benchmarks.model_zoo import build
+        from benchmarks.zoo.program import LARGE
+        from benchmarks.zoo.subjects import SUBJECTS
+
+        (found,) = (one for one in SUBJECTS if one.name == subject)
+        program = build(found, replace(LARGE, **fields))
+        return program.step, jax.eval_shape(program.arguments), program.donate
+    import models
+
+    return *models.build(name, **fields), 0
 
 
 def main() -> None:

@@ -127,6 +127,28 @@ def test_elimination_is_exact() -> None:
         assert evaluate(problem, core.expand(position)).objective == free.objective, seed
 
 
+def test_a_node_with_a_thousand_neighbours_is_eliminated_after_them() -> None:
+    """A table over all of them would have 2¹¹⁰⁰ cells, more than a float holds."""
+    leaves, random = 1100, np.random.default_rng(0)
+    cells = random.integers(1, 100, size=(leaves, 2, 2))
+    problem = Problem(
+        start=2 * np.arange(leaves + 2),
+        cost=np.zeros(2 * leaves + 2, np.int64),
+        edge_nodes=np.stack([np.zeros(leaves, np.int64), 1 + np.arange(leaves)], axis=1),
+        edge_start=4 * np.arange(leaves + 1),
+        edge_cost=cells.ravel(),
+        use_node=np.zeros(0, np.int64),
+        use_interval=np.zeros((0, 2), np.int64),
+        use_start=np.zeros(1, np.int64),
+        usage=np.zeros(0, np.int64),
+        usage_limit=None,
+    )
+    core = Core(problem, every_time(problem))
+    position = eliminate_all(core, TUNED.tables)
+    assert position is not None
+    assert evaluate(problem, core.expand(position)).objective == cells.min(axis=2).sum(axis=0).min()
+
+
 def program_of(problem: Problem, network: Network) -> Program:
     memory = memory_of(problem, network)
     usage = memory.coefficients(np.arange(len(memory.times)))
