@@ -6,15 +6,16 @@ a choice whose surroundings are alike within a few steps (`problem/symmetry.py`)
 scan; what is found there begins the search of the next one, in which fewer of them do.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from autoshard.costs.resharding import Resharder
 from autoshard.planner.budget import Budget
-from autoshard.planner.recomputation_space import RecomputationSpace
+from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import Formulation, cells, formulate
-from autoshard.problem.network import Int
-from autoshard.problem.symmetry import Folding, fold, foldings
+from autoshard.problem.network import Int, Problem
+from autoshard.problem.symmetry import Folding, foldings
 from autoshard.solver import Solution, Status
 
 MANY_KEPT = 100  # values, in a program of unrolled layers
@@ -36,19 +37,27 @@ class Solve(Protocol):
 class AlikeLayers:
     """The problems of what is kept, those with the fewest choices first; where few values may be kept, there is one.
 
-    The limit of their memory is the request's.
+    `repeating` is the problem of a formulation in which all is repeated that may be.
     """
 
-    choices: RecomputationSpace
+    decisions: Decisions
+    resharder: Resharder
     problems: tuple[Formulation, ...]
-    unrolled: bool
+    repeating: Callable[[Formulation], Problem]
 
     @classmethod
-    def of(cls, choices: RecomputationSpace) -> "AlikeLayers":
-        """Those of a program."""
-        unrolled = len(choices.whole.recalls) >= MANY_KEPT
-        problems = tuple(_formulated(choices, one) for one in _foldings(choices, WITHIN if unrolled else ()))
-        return cls(choices=choices, problems=problems, unrolled=unrolled)
+    def of(
+        cls, decisions: Decisions, resharder: Resharder, repeating: Callable[[Formulation], Problem], *, kept: int
+    ) -> "AlikeLayers":
+        """Those of a program of which so many values may be kept."""
+        folded = _foldings(decisions, WITHIN if kept >= MANY_KEPT else ())
+        problems = tuple(formulate(decisions, resharder, memory_bytes=None, folding=one) for one in folded)
+        return cls(decisions=decisions, resharder=resharder, problems=problems, repeating=repeating)
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether many values may be kept."""
+        return len(self.problems) > 1
 
     def solved(
         self, limit: int, budget: Budget, solve: Solve, *, last: Budget, settle_s: float
@@ -66,27 +75,25 @@ class AlikeLayers:
         first: tuple[Int, ...] = ()
         for problem in before:
             first = _chosen(problem, solve(problem, budget, first)) or first
-        if self.unrolled and not first:
-            end = end if end.folding.within is None else _within(_formulated(self.choices, None), limit)
-            all_repeated = replace(end, problem=self.choices.repeating(end))
+        if before and not first:
+            end = _within(self._of_all(), limit)
+            all_repeated = replace(end, problem=self.repeating(end))
             roughly = replace(budget, rel_gap=max(budget.rel_gap, FIRST_GAP))
             first = _chosen(end, solve(all_repeated, roughly, ()))
         return end, solve(end, last, first, settle_s=settle_s)
 
+    def _of_all(self) -> Formulation:
+        *_, end = self.problems
+        return end if end.folding.within is None else formulate(self.decisions, self.resharder, memory_bytes=None)
 
-def _foldings(choices: RecomputationSpace, within: Sequence[int]) -> Iterator[Folding]:
+
+def _foldings(decisions: Decisions, within: Sequence[int]) -> Iterator[Folding]:
     """Those within so many steps, and the stable one if its problem is not too large."""
-    for folding in foldings(choices.decisions, (*within, *LATER) if within else ()):
+    for folding in foldings(decisions, (*within, *LATER) if within else ()):
         if folding.within is None or folding.within in within:
             yield folding
-        elif cells(choices.decisions, folding) > MOST_CELLS:
+        elif cells(decisions, folding) > MOST_CELLS:
             return
-
-
-def _formulated(choices: RecomputationSpace, folding: Folding | None) -> Formulation:
-    limit = choices.request.memory_bytes
-    folding = fold(choices.decisions) if folding is None else folding
-    return formulate(choices.decisions, choices.resharder, memory_bytes=limit, folding=folding)
 
 
 def _within(formulation: Formulation, limit: int) -> Formulation:

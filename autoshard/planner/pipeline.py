@@ -291,7 +291,8 @@ def _repeating(
     limit, bound, chosen = request.memory_bytes, None, None
     tried = {choices.everything} if request.remat == ADD and worth_s < inf else set[Recomputation]()
     planned = again = 0
-    alike = AlikeLayers.of(choices)
+    kept = len(choices.whole.recalls)
+    alike = AlikeLayers.of(choices.decisions, choices.resharder, choices.repeating, kept=kept)
     said = choices.said(alike.problems[-1].folding)
     many = worth_s == inf and alike.unrolled
     work = UNROLLED_WORK if many else 1

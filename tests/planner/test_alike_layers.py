@@ -47,6 +47,11 @@ def choices() -> RecomputationSpace:
     return found
 
 
+def layers_of(choices: RecomputationSpace) -> AlikeLayers:
+    kept = alike_layers.MANY_KEPT
+    return AlikeLayers.of(choices.decisions, choices.resharder, choices.repeating, kept=kept)
+
+
 def test_the_fewer_steps_the_more_decisions_share_a_choice(choices: RecomputationSpace) -> None:
     found = list(foldings(choices.decisions, (1, 3, 6)))
     assert [one.within for one in found] == [1, 3, 6, None]
@@ -58,12 +63,9 @@ def test_the_fewer_steps_the_more_decisions_share_a_choice(choices: Recomputatio
         assert len(pairs) == fine.classes  # each finer class lies in one coarser class
 
 
-def test_a_choice_of_alike_layers_is_a_choice_of_all(
-    choices: RecomputationSpace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_of_alike_layers_is_a_choice_of_all(choices: RecomputationSpace) -> None:
     """It costs the same in the problem of all decisions, and takes as much memory."""
-    monkeypatch.setattr(alike_layers, "MANY_KEPT", 1)
-    *alike, whole = AlikeLayers.of(choices).problems
+    *alike, whole = layers_of(choices).problems
     assert whole.folding.within is None
     for one in alike:
         assert len(one.problem.edge_cost) == cells(choices.decisions, one.folding)
@@ -75,11 +77,8 @@ def test_a_choice_of_alike_layers_is_a_choice_of_all(
 
 
 @pytest.mark.parametrize("fit", [True, False])
-def test_each_search_begins_with_what_the_one_before_found(
-    *, fit: bool, choices: RecomputationSpace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_search_begins_with_what_the_one_before_found(*, fit: bool, choices: RecomputationSpace) -> None:
     """Where nothing that is alike fits, the last one begins with a choice that repeats all that it may."""
-    monkeypatch.setattr(alike_layers, "MANY_KEPT", 1)
     asked: list[tuple[Formulation, Sequence[Int], Solution]] = []
 
     def solved(formulation: Formulation, budget: Budget, known: Sequence[Int], **options: Any) -> Solution:
@@ -89,7 +88,7 @@ def test_each_search_begins_with_what_the_one_before_found(
         return found
 
     limit = choices.request.memory_bytes
-    last, solution = AlikeLayers.of(choices).solved(limit, BUDGET, solved, last=BUDGET, settle_s=1.0)
+    last, solution = layers_of(choices).solved(limit, BUDGET, solved, last=BUDGET, settle_s=1.0)
     assert last.folding.within is None
     for (of, _, before), (_, known, _) in pairwise(asked):
         if before.status is Status.UNKNOWN:
