@@ -191,7 +191,11 @@ def kernel_levels(
             continue
         for v in operands:
             if not (fuses[e] or traits.renames):
-                reading[v] |= frozenset[int]() if v in made and traits.contraction else frozenset({int(levels[v])})
+                part = (
+                    traits.reads_part and v == graph.operands[e][0]
+                )  # of what is computed there: no more than it takes
+                inside = part or (v in made and traits.contraction)
+                reading[v] |= frozenset[int]() if inside else frozenset({int(levels[v])})
                 continue
             result = graph.results[e][0]
             if not traits.ends_fusion:

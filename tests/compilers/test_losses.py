@@ -65,3 +65,25 @@ def test_the_kernels_of_a_loss_take_what_they_are_said_to(loss: Loss, vocabulary
     compute = plan.verify().compute
     assert compute is not None
     assert compute.compiled_s == pytest.approx(compute.predicted_s, rel=0.06)
+
+
+@needs_gpu_compiler
+def test_of_scores_with_a_bias_the_labels_read_their_own() -> None:
+    """Each kernel adds the bias for itself; taking one score per row is no kernel that reads them all."""
+
+    def step(head: Any, bias: Any, x: Any, labels: Any) -> Any:
+        value, gradients = jax.value_and_grad(
+            lambda head, bias: scattered_onto_a_softmax(x @ head + bias, labels), argnums=(0, 1)
+        )(head, bias)
+        return *(w - 1e-3 * g for w, g in zip((head, bias), gradients, strict=True)), value
+
+    shapes = {"head": (128, 64_000), "bias": (64_000,), "x": (16_384, 128)}
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()]
+    labels = jax.ShapeDtypeStruct((16_384,), jnp.int32)
+    pins = {"head": P(), "bias": P(), "x": P("data"), "labels": P("data")}
+    plan = autoshard.plan(
+        step, *args, labels, mesh={"data": 8}, hardware="h100:1x8", donate_argnums=(0, 1), pins=pins, for_grad=False
+    )
+    compute = plan.verify().compute
+    assert compute is not None
+    assert compute.compiled_s == pytest.approx(compute.predicted_s, rel=0.06)
