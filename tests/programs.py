@@ -28,6 +28,15 @@ MESH = {"data": 2, "model": 4}
 GPUS = "h100:1x8"
 TPUS = "tpu-v5e:2x4"
 
+# Options of plans on eight GPUs that are made quickly: as far as a tenth of the optimum, with no constraint probed.
+QUICKLY: dict[str, Any] = {
+    "mesh": MESH,
+    "hardware": GPUS,
+    "donate_argnums": 0,
+    "rel_gap": 0.1,
+    "constraints": "all",
+}
+
 _ATTENTION = {"layers": 1, "width": 16, "heads": 8, "head_dim": 2, "hidden": 16, "vocab": 16, "context": 8}
 _SMALLEST: dict[str, dict[str, int]] = {
     "linear-tiny": {"layers": 2, "width": 8},
@@ -58,6 +67,12 @@ def smallest(name: str, *, step: bool) -> Program:
         )
     gradient: Callable[..., Any] = jax.value_and_grad(partial(module.loss, config))
     return Program(fn=gradient, args=(state.params, batch), names=("params", "batch"))
+
+
+def train_step(name: str, **fields: Any) -> tuple[Any, ...]:
+    """A model's AdamW step, and the shapes of its state and batch."""
+    fn, (state, batch) = models.build(name, **fields)
+    return fn, state, batch
 
 
 def space_of(

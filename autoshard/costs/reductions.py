@@ -166,7 +166,7 @@ def kernel_levels(
     """The levels of the kernels of every value: one in memory is read by each kernel that computes a reader.
 
     A reduction that is not `paid` is made in the kernels that take it, if its rows are short; else beside the values of
-    its operand's level.
+    its operand's level. Of an operand that is not in memory, a gather computes what it takes of it: next to nothing.
 
     Args:
       graph: the program.
@@ -191,10 +191,8 @@ def kernel_levels(
             continue
         for v in operands:
             if not (fuses[e] or traits.renames):
-                part = (
-                    traits.reads_part and v == graph.operands[e][0]
-                )  # of what is computed there: no more than it takes
-                inside = part or (v in made and traits.contraction)
+                takes_part = traits.reads_part and v == graph.operands[e][0]
+                inside = takes_part or (v in made and traits.contraction)
                 reading[v] |= frozenset[int]() if inside else frozenset({int(levels[v])})
                 continue
             result = graph.results[e][0]

@@ -13,7 +13,7 @@ from typing import Protocol
 from autoshard.costs.resharding import Resharder
 from autoshard.planner.budget import Budget
 from autoshard.problem.decisions import Decisions
-from autoshard.problem.formulation import Formulation, cells, formulate
+from autoshard.problem.formulation import Formulation, edge_cells, formulate
 from autoshard.problem.network import Int, Problem
 from autoshard.problem.symmetry import Folding, foldings
 from autoshard.solver import Solution, Status
@@ -37,7 +37,7 @@ class Solve(Protocol):
 class AlikeLayers:
     """The problems of what is kept, those with the fewest choices first; where few values may be kept, there is one.
 
-    `repeating` is the problem of a formulation in which all is repeated that may be.
+    `problems` have no limit of memory; `repeating` is that of a formulation in which all is repeated that may be.
     """
 
     decisions: Decisions
@@ -65,7 +65,7 @@ class AlikeLayers:
         """The last problem and its solution.
 
         Args:
-          limit: bytes of memory.
+          limit: bytes of memory per device.
           budget: how far to solve the problems before.
           solve: solves one.
           last: how far to solve the last one.
@@ -92,7 +92,7 @@ def _foldings(decisions: Decisions, within: Sequence[int]) -> Iterator[Folding]:
     for folding in foldings(decisions, (*within, *LATER) if within else ()):
         if folding.within is None or folding.within in within:
             yield folding
-        elif cells(decisions, folding) > MOST_CELLS:
+        elif edge_cells(decisions, folding) > MOST_CELLS:
             return
 
 

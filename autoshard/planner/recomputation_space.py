@@ -123,11 +123,8 @@ class RecomputationSpace:
     def said(self, folding: Folding) -> str:
         """The space, in words, if decisions that are folded share one."""
         ways = "kept here or in the host's memory" if self.whole.offloads else "kept"
-        alike = (
-            ""
-            if folding.within is None
-            else f", those whose surroundings are alike within {folding.within} steps alike"
-        )
+        within = folding.within
+        alike = "" if within is None else f"; decisions that are alike within {within} steps share one there"
         return (
             f"with {len(self.whole.recalls)} values that backward passes read, each {ways} or repeated from others, "
             f"priced on one graph that has both{alike}"

@@ -143,7 +143,7 @@ def formulate(
     return Formulation(decisions=decisions, resharder=resharder, folding=folding, problem=problem)
 
 
-def cells(decisions: Decisions, folding: Folding) -> int:
+def edge_cells(decisions: Decisions, folding: Folding) -> int:
     """The cells of the edges' tables of a problem, before it is priced."""
     pairs = {(int(folding.class_of[edge.u]), int(folding.class_of[edge.v])) for edge in decisions.edges}
     size = [len(decisions.nodes[members[0]]) for members in folding.members]

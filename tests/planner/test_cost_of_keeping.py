@@ -11,7 +11,6 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-import models
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recompute import rewritten
@@ -25,20 +24,9 @@ from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import RecomputationSpace
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.search_space import SearchSpace, build_search_space
+from tests.programs import QUICKLY, train_step
 
-ON: dict[str, Any] = {
-    "mesh": {"data": 2, "model": 4},
-    "hardware": "h100:1x8",
-    "donate_argnums": 0,
-    "rel_gap": 0.1,
-    "constraints": "all",
-}
 BUDGET = Budget(rel_gap=0.1)
-
-
-def step(name: str, **fields: Any) -> tuple[Any, ...]:
-    fn, (state, batch) = models.build(name, **fields)
-    return fn, state, batch
 
 
 def planned(plan: SolvedPlan) -> PlanningResult:
@@ -65,21 +53,21 @@ def without_proof(record: PlanRecord) -> PlanRecord:
 
 @pytest.mark.parametrize("name", ["mlp-1k", pytest.param("tiny-llama", marks=pytest.mark.slow)])
 def test_where_keeping_costs_nothing_a_search_finds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fn, *args = step(name, layers=2)
-    skipped = autoshard.plan(fn, *args, **ON)
+    fn, *args = train_step(name, layers=2)
+    skipped = autoshard.plan(fn, *args, **QUICKLY)
     assert for_nothing(planned(skipped))
     assert "nothing is repeated" in skipped.record.certificate.space
     monkeypatch.setattr(pipeline, "most_saved_s", lambda *_: inf)
-    searched = autoshard.plan(fn, *args, **ON)
+    searched = autoshard.plan(fn, *args, **QUICKLY)
     assert "of which none saves more than" in searched.record.certificate.space
     assert without_proof(searched.record) == without_proof(skipped.record)
 
 
 def test_memory_holds_a_plan_back_where_a_larger_limit_makes_it_faster() -> None:
-    fn, *args = step("mlp-1k", layers=2)
-    ample = autoshard.plan(fn, *args, **ON, remat="written")
+    fn, *args = train_step("mlp-1k", layers=2)
+    ample = autoshard.plan(fn, *args, **QUICKLY, remat="written")
     assert not is_back(planned(ample))
-    tight = autoshard.plan(fn, *args, **ON, remat="written", memory=ample.record.memory.peak_bytes * 3 // 4)
+    tight = autoshard.plan(fn, *args, **QUICKLY, remat="written", memory=ample.record.memory.peak_bytes * 3 // 4)
     assert tight.record.cost.step_s > ample.record.cost.step_s * 1.01
     assert is_back(planned(tight))
     assert not for_nothing(planned(tight))
@@ -93,7 +81,7 @@ def test_loops_are_searched() -> None:
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum()
 
     shapes = [jax.ShapeDtypeStruct((*layers, 256, 256), jnp.float32) for layers in ((4,), ())]
-    options: dict[str, Any] = {**ON, "donate_argnums": ()}
+    options: dict[str, Any] = {**QUICKLY, "donate_argnums": ()}
     plan = planned(autoshard.plan(jax.grad(loss), *shapes, **options, remat="written"))
     assert not is_back(plan)
     assert not for_nothing(plan)
@@ -127,8 +115,8 @@ def test_what_is_moved_for_the_backward_pass_alone_counts() -> None:
 
 def test_what_a_record_decided_is_not_decided_again() -> None:
     """A plan from a file that repeats nothing is the program as it is written; no search is made to find it again."""
-    fn, *args = step("mlp-1k", layers=2)
-    plan = autoshard.plan(fn, *args, **ON)
+    fn, *args = train_step("mlp-1k", layers=2)
+    plan = autoshard.plan(fn, *args, **QUICKLY)
     request = replace(planned(plan).space.request, remat="add")
     assert plan.record.recomputation is None
     assert decided_by(plan.record, request).remat == "written"
@@ -138,19 +126,19 @@ def test_what_a_record_decided_is_not_decided_again() -> None:
 @pytest.mark.parametrize("scan", [False, True])
 def test_what_fits_by_repeating_all_is_found_without_the_solver(*, scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the choice is too large to be solved in time, a plan that repeats all it can is one that fits."""
-    fn, *args = step("tiny-llama", layers=3, batch=64, sequence=256, context=256, vocab=512, scan=scan)
-    written = autoshard.plan(fn, *args, **ON, remat="written")
+    fn, *args = train_step("tiny-llama", layers=3, batch=64, sequence=256, context=256, vocab=512, scan=scan)
+    written = autoshard.plan(fn, *args, **QUICKLY, remat="written")
     limit = int(0.75 * written.record.memory.peak_bytes)
     monkeypatch.setattr(pipeline, "_repeating", lambda *_: pipeline._Repeating(None, None, None, ""))
-    plan = autoshard.plan(fn, *args, **ON, memory=limit)
+    plan = autoshard.plan(fn, *args, **QUICKLY, memory=limit)
     assert plan.record.memory.peak_bytes <= limit
     assert plan.record.recomputation is not None
 
 
 def test_what_does_not_fit_is_not_planned_again_and_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may need more memory than the graph says: the next choice keeps less, whatever the graph repeats."""
-    fn, *args = step("mlp-1k", layers=3)
-    written = planned(autoshard.plan(fn, *args, **ON, remat="written"))
+    fn, *args = train_step("mlp-1k", layers=3)
+    written = planned(autoshard.plan(fn, *args, **QUICKLY, remat="written"))
     limit = int(0.75 * written.record.memory.peak_bytes)
     request = replace(written.space.request, remat="add", memory_bytes=limit)
     choices = RecomputationSpace.of(build_search_space(request))
@@ -168,8 +156,8 @@ def test_what_does_not_fit_is_not_planned_again_and_others_are_tried(monkeypatch
 
 
 def test_time_that_ends_at_another_choice_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    fn, *args = step("mlp-1k", layers=3)
-    written = planned(autoshard.plan(fn, *args, **ON, remat="written"))
+    fn, *args = train_step("mlp-1k", layers=3)
+    written = planned(autoshard.plan(fn, *args, **QUICKLY, remat="written"))
     limit = int(0.75 * written.record.memory.peak_bytes)
     choices = RecomputationSpace.of(build_search_space(replace(written.space.request, remat="add", memory_bytes=limit)))
     assert choices is not None
@@ -193,7 +181,7 @@ def test_time_that_ends_at_another_choice_leaves_the_best_so_far(monkeypatch: py
 def test_unrolled_layers_that_are_repeated_are_planned_in_the_memory_of_jax_checkpoint(layers: int) -> None:
     """Compiled they need as much: `tests/compilers/test_recompute.py`."""
     fields = {"width": 512, "hidden": 2048, "heads": 8, "kv_heads": 8, "head_dim": 64, "vocab": 2048}
-    fn, *args = step("tiny-llama", layers=layers, batch=64, sequence=1024, context=1024, remat="full", **fields)
+    fn, *args = train_step("tiny-llama", layers=layers, batch=64, sequence=1024, context=1024, remat="full", **fields)
     checkpointed = trace(fn, tuple(args), ("state", "batch"))
     kept = saved_values(checkpointed.jaxpr, remat="add").saved
     repeated = rewritten(saved_values(checkpointed.jaxpr, remat="free"), kept)
