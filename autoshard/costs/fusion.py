@@ -213,17 +213,27 @@ def _find_sums(graph: Graph, flows: Sequence[bool]) -> tuple[frozenset[int], fro
 
 def _turned_terms(graph: Graph, flows: Sequence[bool]) -> frozenset[int]:
     """The values that are taken for additions alone, in another order of dimensions; all of it may be unreduced."""
-    found: set[int] = set()
-    for v, uses in graph.consumers.items():
-        turned = [r for e, _ in uses for r in graph.results[e] if flows[e] and graph.eqns[e].traits.reshapes]
-        users = [e for r in turned for e, _ in graph.consumers.get(r, ())]
-        if len(turned) == len(uses) and users and all(flows[e] and graph.eqns[e].traits.addition for e in users):
-            found.add(v)
-    return frozenset(found - set(graph.outputs))
+    outputs = frozenset(graph.outputs)
+    terms: set[int] = set()  # of additions alone, under whatever name
+    turned: set[int] = set()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        for v in graph.results[e]:
+            uses = [u for u, _ in graph.consumers.get(v, ())]
+            if not uses or v in outputs or not all(flows[u] for u in uses):
+                continue
+            renamed = [u for u in uses if graph.eqns[u].traits.reshapes and terms.issuperset(graph.results[u])]
+            if len(renamed) == len(uses):
+                turned.add(v)
+            if all(graph.eqns[u].traits.addition or u in renamed for u in uses):
+                terms.add(v)
+    return frozenset(turned)
 
 
 def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], compiler: CompilerModel) -> tuple[bool, ...]:
-    """Whether the operands of each equation may all be unreduced: not where the compiler finishes them first."""
+    """Whether the operands of each equation may all be unreduced: not where the compiler finishes them first.
+
+    A compiler that finishes every term of an addition by itself is known to add those of contractions alone.
+    """
     summing: set[int] = set()
     added: set[int] = set()  # also under the names that transposes give to a term, one after the other
     for e in range(len(graph.eqns) - 1, -1, -1):
@@ -236,7 +246,8 @@ def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], compiler: CompilerMo
             adds = eqn.traits.addition or not added.isdisjoint(graph.results[e])
             waits = adds or not compiler.renames_sums_for_additions_only
             flows[e] = waits and all(graph.operands[e][i] in summing for i in rule.linear[0])
-        if flows[e] or (eqn.traits.contraction and any(f.reduction == "sum" for f in rule.factors)):
+        sums = eqn.traits.contraction or compiler.merges_terms_of_sums
+        if flows[e] or (sums and any(f.reduction == "sum" for f in rule.factors)):
             summing.update(graph.results[e])
     return tuple(flows)
 

@@ -185,7 +185,7 @@ def live_ranges(
     if compiler.reduces_in_kernels_of_their_own:
         stated |= sliced_rows(graph, fuses, SHORT_ROW)
     order = positions(graph, fuses, compiler)
-    scattered = scattered_terms(graph, fuses)
+    scattered = scattered_terms(graph, fuses, compiler)
     held = _find_held(graph, fuses, taken, stated, compiler, scattered, numerators, softmax_facts)
     named = np.zeros(len(graph.avals), bool)
     named[[graph.results[term.addition][0] for term in scattered]] = True

@@ -9,6 +9,7 @@ jaxlib 0.10.2, `tests/compilers/test_compiler_models.py`). `x` is written to mem
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoshard.backends.model import CompilerModel
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import BROADCAST, SCATTER_ADD
 
@@ -22,12 +23,12 @@ class ScatteredTerm:
     onto: int
 
 
-def scattered_terms(graph: Graph, fuses: Sequence[bool]) -> tuple[ScatteredTerm, ...]:
+def scattered_terms(graph: Graph, fuses: Sequence[bool], compiler: CompilerModel) -> tuple[ScatteredTerm, ...]:
     """Those of a graph.
 
     Only scatters that differentiation made are known to start from zeros; the values of constants are not in a graph.
-    A contraction's result as the other term is left out: its reductions over devices are merged with those of the
-    scatter (`CompilerModel.merges_terms_of_sums`).
+    A contraction's result is scattered onto where its reduction over devices is not left between the two: where it is
+    merged with that of the scatter (`CompilerModel.merges_terms_of_sums`).
     """
     made_by, consumers, outputs = graph.producers, graph.consumers, frozenset(graph.outputs)
 
@@ -46,6 +47,14 @@ def scattered_terms(graph: Graph, fuses: Sequence[bool]) -> tuple[ScatteredTerm,
         e = made_by.get(value, (-1, 0))[0]
         return e >= 0 and fuses[e] and not graph.eqns[e].traits.renames and not graph.eqns[e].traits.ends_fusion
 
+    def is_product(value: int) -> bool:
+        """Whether a value is a contraction's result, under whatever name, that one addition alone reads."""
+        e = made_by.get(value, (-1, 0))[0]
+        if e < 0 or len(consumers[value]) > 1 or value in outputs:
+            return False
+        traits = graph.eqns[e].traits
+        return traits.contraction or (traits.renames and is_product(graph.operands[e][0]))
+
     found: list[ScatteredTerm] = []
     for e, eqn in enumerate(graph.eqns):
         if not eqn.traits.addition or graph.results[e][0] in outputs:
@@ -53,7 +62,8 @@ def scattered_terms(graph: Graph, fuses: Sequence[bool]) -> tuple[ScatteredTerm,
         left, right = graph.operands[e]
         for term, onto in ((left, right), (right, left)):
             scatter = scatter_of(term)
-            if scatter >= 0 and is_expression(onto) and graph.eqn_loop[scatter] == graph.eqn_loop[e]:
+            written = is_expression(onto) or (compiler.merges_terms_of_sums and is_product(onto))
+            if scatter >= 0 and written and graph.eqn_loop[scatter] == graph.eqn_loop[e]:
                 found.append(ScatteredTerm(e, scatter, onto))
                 break
     return tuple(found)

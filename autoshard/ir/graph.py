@@ -31,7 +31,6 @@ import jax.numpy as jnp
 from autoshard import _jax
 from autoshard.ir.op_traits import (
     BRANCH_JOIN,
-    DOT_GENERAL,
     LOOP_CARRY,
     LOOP_CONST,
     LOOP_RESULT,
@@ -42,7 +41,7 @@ from autoshard.ir.op_traits import (
     REDUCE_OR,
     OpTraits,
     traits_of,
-    traits_of_dot,
+    traits_of_shapes,
 )
 from autoshard.ir.own_rows import OwnRows
 
@@ -89,8 +88,8 @@ class Aval:
 class Eqn:
     """One equation as rules see it: no tracers, no variables, no mesh.
 
-    `where` is the user's `file:line (function)`. `traits` are the facts about the primitive; of a dot, about what
-    compilers make of it.
+    `where` is the user's `file:line (function)`. `traits` are the facts about the primitive, or about what
+    compilers make of it where its dimensions are as they are.
     """
 
     primitive: str
@@ -101,13 +100,8 @@ class Eqn:
     traits: OpTraits = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "traits", self._traits())
-
-    def _traits(self) -> OpTraits:
-        if self.primitive == DOT_GENERAL:
-            left, right = self.operands
-            return traits_of_dot(left.shape, right.shape, self.params["dimension_numbers"])
-        return traits_of(self.primitive)
+        taken, made = [a.shape for a in self.operands], [a.shape for a in self.results]
+        object.__setattr__(self, "traits", traits_of_shapes(self.primitive, taken, made, self.params))
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for what is worked out once

@@ -1,8 +1,8 @@
 """Op traits: one table of facts about primitives that do not depend on shapes, mesh or machine.
 
 Other code reads `eqn.traits`; only this room, `rules/` and `ir/` list primitives. Facts that depend on shapes are
-elsewhere: whether an equation is element-wise follows from its rule (`costs.fusion`). The exception is
-`dot_general`, of which compilers make three different things (`traits_of_dot`).
+elsewhere: whether an equation is element-wise follows from its rule (`costs.fusion`). The exceptions are
+`dot_general`, of which compilers make three different things (`traits_of_dot`), and reductions of single numbers.
 
 A primitive without a row has `OpTraits()`, the cautious default: its operands and its result lie in memory, all of
 their bytes count, it fuses with nothing, and no communication hides behind it.
@@ -203,6 +203,7 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     "ppermute": OpTraits(collective=AxisCollective("collective-permute")),
 }
 
+_REDUCES = (REDUCE_SUM, REDUCE_MAX, REDUCE_OR, "reduce_min", "reduce_and")  # of one number they are that number
 _UNKNOWN = OpTraits()
 _PRODUCT = _FUSIBLE
 _INNER_PRODUCT = _REDUCTION
@@ -211,6 +212,21 @@ _INNER_PRODUCT = _REDUCTION
 def traits_of(primitive: str) -> OpTraits:
     """The traits of a primitive; the cautious ones of a primitive without a row."""
     return OP_TRAITS.get(primitive, _UNKNOWN)
+
+
+def traits_of_shapes(
+    primitive: str, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], params: Mapping[str, Any]
+) -> OpTraits:
+    """The traits of an equation with operands and results of these shapes: dots and reductions are not all alike.
+
+    A reduction of dimensions of size 1 is a reshape.
+    """
+    if primitive == DOT_GENERAL:
+        left, right = operands
+        return traits_of_dot(left, right, params["dimension_numbers"])
+    if primitive in _REDUCES and prod(operands[0]) == prod(results[0]):
+        return traits_of(RESHAPE)
+    return traits_of(primitive)
 
 
 def traits_of_dot(left: Sequence[int], right: Sequence[int], dimension_numbers: Any) -> OpTraits:

@@ -47,8 +47,8 @@ def doubtful(
     - Results of branches that are split, and elsewhere lie otherwise: XLA lays them out in the branches as they are
       taken.
     - Tables that lookups take gathered: XLA may look up in what each device has, if that finds less: see `_looked_up`.
-    - Pending sums of scatters that are added to something: XLA may gather the updates where Shardy
-      scatters the sum.
+    - Sums of scatters that are added to something: XLA may gather the updates where Shardy scatters the sum, and
+      scatters onto the other term without a constraint between them (`problem.routes`).
     - Values that are cut along a split dimension: see `_sliced`.
     - Values that a reduction takes, whose sum is scattered: see `_pulled`.
     - Values that meet one broadcast in different layouts, if the compiler `merges_broadcasts`: see `_drawn_together`.
@@ -80,7 +80,8 @@ def doubtful(
     pending -= {of.get(("made", spot)) for spot in pins.made}  # a sum that is not finished where it is made
     added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
     scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == SCATTER_ADD)
-    summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
+    scattered = {v for e in scatters for v in graph.results[e]} & added
+    summed = {v for v in scattered if v not in pending or split.get(v)}
     again = {of[site] for site in (("taken", spot) for spot in pins.again) if site in of} & moved
     joins = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == BRANCH_JOIN)
     joined = {v for e in joins for v in graph.results[e] if split.get(v) and len(set(ends[v])) > 1}

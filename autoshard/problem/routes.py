@@ -5,7 +5,7 @@ from itertools import zip_longest
 import numpy as np
 
 from autoshard.costs.strategies import SUM, WHOLE, Rows, decode, encode
-from autoshard.ir.op_traits import GATHER
+from autoshard.ir.op_traits import GATHER, SCATTER_ADD
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Equation
 
@@ -21,6 +21,8 @@ def after_made(assignment: Assignment, value: int, *, takers: bool = True) -> tu
     made, left = assignment.made(value), assignment.left(value, takers=takers)
     if made is None or left is None:
         return ()
+    if made == left and _stays_apart(assignment, made, value):
+        return (_whole(assignment, made, value),)
     own = (made,) if assignment.reduced(made, value) else ()
     return own + route(assignment, value, made, left)
 
@@ -119,6 +121,19 @@ def route(assignment: Assignment, value: int, source: int, target: int) -> tuple
             codes.append(step.after)
         here = step.after
     return tuple(code for code in codes if assignment.reduced(code, value))
+
+
+def _stays_apart(assignment: Assignment, code: int, value: int) -> bool:
+    """Whether a value is a scatter's pending sum that is added to something before it is finished.
+
+    Without a pin XLA scatters onto the other term, before it splits the program, and finishes both by themselves; with
+    one that finishes it, it finishes what is added (jax-cuda12-pjrt 0.10.2, libtpu 0.0.52).
+    """
+    graph = assignment.decisions.graph
+    maker, _ = graph.producers.get(value, (-1, 0))
+    scattered = maker >= 0 and graph.eqns[maker].primitive == SCATTER_ADD
+    added = scattered and any(graph.eqns[e].traits.addition for e, _ in graph.consumers.get(value, ()))
+    return added and not assignment.reduced(code, value)
 
 
 def _as_made(assignment: Assignment, e: int, i: int) -> bool:

@@ -73,6 +73,18 @@ def test_an_equation_says_what_its_primitive_is() -> None:
     assert not found["dot_general"].fusible
 
 
+def test_a_reduction_of_single_numbers_is_a_reshape() -> None:
+    """As the gradient of a broadcast has one; which of one number is largest, is not that number."""
+
+    def step(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return jnp.sum(x, axis=0), jnp.sum(x, axis=1), jax.lax.argmax(x, 0, jnp.int32)
+
+    sums_of_one, sums, places = build(jax.make_jaxpr(step)(jnp.ones((1, 8))), "cpu").eqns
+    assert sums_of_one.traits == traits_of("reshape")
+    assert sums.traits == traits_of("reduce_sum")
+    assert places.traits == traits_of("argmax")
+
+
 def test_what_contradicts_itself_is_in_no_row() -> None:
     for name, traits in OP_TRAITS.items():
         assert not (traits.renames and traits.contraction), name

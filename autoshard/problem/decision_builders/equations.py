@@ -271,6 +271,8 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     graph, eqn = facts.graph, facts.graph.eqns[e]
     if any(map(facts.on_host, (*graph.operands[e], *graph.results[e]))):
         return _Price(reductions_s)  # see `host_links`
+    if any(e == term.addition for term in facts.lives.scattered):
+        return _Price(reductions_s)  # a scatter does it
     reads = [facts.reads(v) and not _in_a_product(facts, e) for v in graph.operands[e]]
     if eqn.primitive == LOOP_STACK and facts.products is not None and _is_product(graph, graph.operands[e][0]):
         reads[0] = False  # its kernel writes the slice
