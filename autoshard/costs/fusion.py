@@ -234,21 +234,31 @@ def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], compiler: CompilerMo
 
     A compiler that finishes every term of an addition by itself is known to add those of contractions alone.
     """
-    summing: set[int] = set()
     added: set[int] = set()  # also under the names that transposes give to a term, one after the other
     for e in range(len(graph.eqns) - 1, -1, -1):
         traits = graph.eqns[e].traits
         if traits.addition or (traits.passes_sums and not added.isdisjoint(graph.results[e])):
             added.update(graph.operands[e])
     flows = [False] * len(graph.eqns)
+    products: set[int] = set()
+    others: set[int] = set()  # sums that wait for additions alone, and for those that wait themselves
     for e, (eqn, rule) in enumerate(zip(graph.eqns, rules, strict=True)):
+        results = graph.results[e]
         if eqn.traits.passes_sums and rule.linear:
-            adds = eqn.traits.addition or not added.isdisjoint(graph.results[e])
-            waits = adds or not compiler.renames_sums_for_additions_only
-            flows[e] = waits and all(graph.operands[e][i] in summing for i in rule.linear[0])
-        sums = eqn.traits.contraction or compiler.merges_terms_of_sums
-        if flows[e] or (sums and any(f.reduction == "sum" for f in rule.factors)):
-            summing.update(graph.results[e])
+            terms = {graph.operands[e][i] for i in rule.linear[0]}
+            adds = eqn.traits.addition or not added.isdisjoint(results)
+            waits = adds or not (compiler.renames_sums_for_additions_only or terms & others)
+            flows[e] = waits and terms <= products | others
+            if flows[e]:
+                (products if terms <= products else others).update(results)
+        if any(f.reduction == "sum" for f in rule.factors):
+            if eqn.traits.contraction:
+                products.update(results)
+            elif compiler.merges_terms_of_sums:
+                others.update(results)
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        if flows[e] and not graph.eqns[e].traits.addition and not others.isdisjoint(graph.results[e]):
+            flows[e] = all(flows[u] for v in graph.results[e] for u, _ in graph.consumers.get(v, ()))
     return tuple(flows)
 
 

@@ -73,6 +73,17 @@ def test_terms_are_added_before_they_are_reduced_or_behind(
     assert len(found) == (1 if named(compiler).merges_terms_of_sums else 2)
 
 
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_so_is_what_is_looked_up_in_parts_of_a_table(compiler: CompilerName, topology: str) -> None:
+    def added(table: jax.Array, rows: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.sin(constrained(constrained(table[rows]) + constrained(a @ b)))
+
+    args = F32(8192, 512), ROWS, F32(4096, 1024), F32(1024, 512)
+    found = collectives(text_of(topology, added, args, (P("x"), P(), P(None, "x"), P("x"))))
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert len(found) == (1 if named(compiler).merges_terms_of_sums else 2)
+
+
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS[:2])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_scatter_s_sum_is_reduced_by_itself_unless_it_is_constrained(

@@ -40,6 +40,13 @@ def test_sums_of_reductions_and_scatters_wait_for_an_addition(compiler: Compiler
         assert found.flows[additions[-1]] == added
 
 
+def test_a_sum_that_is_only_renamed_does_not_wait() -> None:
+    """As the gradient of a bias is: it is reduced where it is made."""
+    graph, found = traits(lambda x: jnp.sin(x.sum(0)[None]), TABLE, compiler=XLA_GPU)
+    assert not any(found.flows)
+    assert any(eqn.traits.passes_sums for eqn in graph.eqns)
+
+
 def test_what_is_renamed_several_times_is_taken_for_additions_alone() -> None:
     graph, found = traits(jax.grad(looked_up), TABLE, IDS, compiler=XLA_GPU)
     turned = {graph.eqns[graph.producers[v][0]].primitive for v in found.turned_terms}
