@@ -14,7 +14,9 @@ from autoshard.costs.scattered_terms import scattered_terms
 from autoshard.ir.graph import Graph, build
 from autoshard.rules import rules_of
 
-TABLE, ROWS, IDS = (jax.ShapeDtypeStruct(s, d) for s, d in (((64, 16), "float32"), ((32, 16), "float32"), ((32,), int)))
+TABLE, ROWS, IDS = (
+    jax.ShapeDtypeStruct(s, d) for s, d in (((64, 16), "float32"), ((32, 16), "float32"), ((32,), "int32"))
+)
 
 
 def traits(fn: Callable[..., Any], *args: Any, compiler: CompilerModel) -> tuple[Graph, FusionTraits]:
