@@ -19,8 +19,8 @@ class FusionTraits:
 
     Values: `free` are constants, and values computed from constants alone without a contraction, in loops, too, if
     these repeat them along some dimension (a mask of all heads, a lowest number for all scores). Of the
-    values that may be unreduced, `products` come from one contraction and `added` from several, and `turned_terms`
-    are transposed or reshaped for additions of such values alone.
+    values that may be unreduced, `products` come from one contraction and `added` from several sums (or from a renamed
+    one of another kind), and `turned_terms` are transposed or reshaped for additions of such values alone.
     """
 
     pointwise: tuple[bool, ...]
